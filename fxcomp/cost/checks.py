@@ -51,7 +51,7 @@ def check_numbers(costs: CostTable) -> None:
         _RATE(costs.copy_gb_per_s, _place("copy_gb_per_s"))
     for name, gflops in costs.roofline.others.items():
         _RATE(gflops, _place(f"roofline.others[{name!r}]"))
-    for key, each in costs.compute.items():  # hundreds, so places are formatted only for errors
+    for key, each in costs.compute.items():  # hundreds, so paths are formatted only for errors
         if not (0 <= each.us <= MOST and 0 <= each.spread <= MOST):
             name = "spread" if 0 <= each.us <= MOST else "us"
             _TIME(getattr(each, name), _place(f"compute[{key!r}].{name}"))

@@ -34,7 +34,7 @@ CEIL_LOG2 = _sympy.Function("ceil_log2")  # ⌈log₂ p⌉ in floats is wrong fo
 
 
 class Library(Enum):
-    """Library that runs collectives."""
+    """Library of collectives."""
 
     GLOO = "gloo"  # on the host; fxcomp implements concurrent transfers
     NCCL = "nccl"  # between GPUs; formulas not verified
@@ -125,9 +125,9 @@ CANDIDATES: dict[Library, dict[CollectiveKind, tuple[Algorithm, ...]]] = {
 }
 """Algorithms that a library chooses from.
 
-NCCL: its tuning.cc; gathers as fxcomp sends them. gloo: runtime/transport.py; its all_gather is direct, or a ring if
-ranks share a link, which sends fewer bytes over it. gloo's own broadcast of buffers is a binomial tree (its
-broadcast.cc), whose root sends ⌈log₂ p⌉ times at once; docs/costs.md has the price's error.
+NCCL's are from its tuning.cc, gloo's from runtime/transport.py. With gloo, an all_gather is a ring if ranks share a
+link, because a ring sends fewer bytes over it, otherwise direct. gloo's own broadcast of buffers is a binomial tree
+(broadcast.cc), whose root sends ⌈log₂ p⌉ times at once; docs/costs.md has the price's error.
 """
 
 
@@ -222,7 +222,7 @@ def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology,
 
 
 def stand_ins(kind: CollectiveKind, group: GroupTopology, library: Library) -> list[CollectiveKind]:
-    """Return the collectives whose measurements may price another one, those with the same algorithm first."""
+    """Return the collectives whose measurements may price `kind`, first the ones with its algorithm."""
     way = large_algorithm(kind, group, library)
     others = (_K.ALL_REDUCE, _K.ALL_GATHER, _K.ALL_TO_ALL)
     return sorted(others, key=lambda known: large_algorithm(known, group, library) is not way)

@@ -1,7 +1,7 @@
-"""Presets of devices that are not present, from data sheets, and cost tables for them.
+"""Presets of absent devices, from data sheets, and cost tables for them.
 
-Peaks are for dense matrices; data sheets print twice as much for sparse ones. The reached fraction of a peak and the
-launch time are assumed, so reports label all prices of a preset as estimates.
+Peaks are for dense matrices; data sheets print twice as much for sparse ones. Fractions of peaks and launch times are
+assumed, so reports label a preset's prices as estimates.
 """
 
 from __future__ import annotations

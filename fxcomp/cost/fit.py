@@ -1,9 +1,9 @@
-"""Fit times by size with one line, or several if caches, bursts or another algorithm require it.
+"""Fit times by size with one straight line, or several if caches, bursts or another algorithm require it.
 
     time
-      |                      . '      A piece is a line from its size on, with any slope. It may
-      |                  . '          start higher than the previous piece ends, never lower: a
-      |              | '              higher start is a switch to another algorithm or protocol.
+      |                      . '      A piece is a straight line from its first size on. It may
+      |                  . '          start above the previous piece's end, never below: a jump
+      |              | '              is a switch to another algorithm or protocol.
       |     . - ' - '
       | . '
       +----------------------- size
@@ -39,18 +39,16 @@ FINEST = 0.01
 """Smaller relative errors count as equal (assumed repeatability of a call)."""
 
 DISTURBED = 0.15
-"""A single time further off the line, or several twice as far off, count as disturbed by another job (assumed)."""
+"""Relative distance to the fit above which a time was disturbed by another job; doubled if repeated (assumed)."""
 
 _ROUNDS = 5  # maximum of reweighting rounds (assumed)
 _SETTLED = 0.01
 _NOTHING = 1e-9  # relative rounding error
-_HUBER = 1.5  # unusual error, in median errors; 1.345 σ is 2 median errors of a Gaussian
+_HUBER = 1.5  # unusual error, in median errors; the usual 1.345 σ is 2 for a Gaussian
 
 
 @dataclass(frozen=True, slots=True)
 class _Break:
-    """Border of two pieces."""
-
     at: float
     jumps: bool
 
@@ -79,8 +77,8 @@ def fit(samples: Sequence[Sample], most_pieces: int = MOST_PIECES) -> Fit:
 def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
     """Move a fit's end to the largest size's shortest time, so that the rate of long transfers continues beyond it.
 
-    A fit over all sizes weighs small sizes equally. Over 100 Mbit/s it was 2 % too low at 4 MiB, and 5 to 7 % at 24 MB
-    (measured, 2026-11). A largest size far off the line counts as disturbed.
+    A fit weighs all sizes equally. Over 100 Mbit/s, fits were 2 % too low at 4 MiB, and 5 to 7 % at 24 MB (measured,
+    2026-11). A largest size far from the fit counts as disturbed.
     """
     points, last = medians(samples), found.pieces[-1]
     largest = points[-1][0]
@@ -112,7 +110,7 @@ def _noise(samples: Sequence[Sample], centre: Mapping[float, float]) -> float:
 
 
 def _chosen_breaks(x: Vector, y: Vector, most_pieces: int) -> Breaks:
-    """Add the best break repeatedly, move each to its best place, and keep the best score."""
+    """Add the best break repeatedly, move each to its best size, and keep the best score."""
 
     @cache
     def score(breaks: Breaks) -> float:
@@ -148,7 +146,7 @@ def _candidates(x: Vector) -> Iterator[_Break]:
 
 
 def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
-    """Return whether every piece has enough sizes, and there are more sizes than parameters."""
+    """Return True if each piece has enough sizes, and there are more sizes than parameters."""
     if len(x) <= _parameters(breaks):
         return False
     first = [0, *(int(np.searchsorted(x, new.at, "left")) for new in breaks)]
@@ -157,14 +155,14 @@ def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
 
 
 def _parameters(breaks: Sequence[_Break]) -> int:
-    """Count height and slope, and for each break its place, slope and jump."""
+    """Count height and slope, and for each break its size, slope and jump."""
     return 2 + sum(3 if new.jumps else 2 for new in breaks)
 
 
 def _score(x: Vector, y: Vector, breaks: Sequence[_Break]) -> float:
     """Score by Schwarz's criterion for errors with Laplace's distribution: 2 n ln(mean error) + parameters · ln n.
 
-    A break's place counts twice, because the best of many places fits noise better than one parameter would.
+    A break's size counts twice, because the best of many sizes fits noise better than one parameter would.
     """
     _, errors = _solve(x, y, breaks)
     n = len(x)
@@ -244,7 +242,6 @@ def _non_negative(rows: Vector, targets: Vector) -> Vector:
 
 
 def _without_dust(coefficients: Vector) -> Vector:
-    """Set coefficients that are only rounding to 0."""
     return np.where(coefficients > _NOTHING, coefficients, 0.0)
 
 
@@ -286,7 +283,7 @@ def _pieces(x: Vector, y: Vector, breaks: Sequence[_Break], coefficients: Vector
 
 
 def _covariance(x: Vector, y: Vector, breaks: Sequence[_Break], errors: Vector) -> Vector | None:
-    """Estimate the coefficients' covariance from the residuals; None without a degree of freedom."""
+    """Estimate the coefficients' covariance from the errors; None without a degree of freedom."""
     rows = _columns(x, breaks) / y[:, None]
     left_over = len(x) - rows.shape[1]
     if left_over < 1:

@@ -1,4 +1,4 @@
-"""Measurements for a cost table; the only clock of this package."""
+"""Measure collectives, compressors and memory for a cost table. Only this module of the package reads a clock."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SLOWER = 1.1
 """Maximum slowdown per byte of a longer transfer (assumed)."""
 RANKS = 2  # for binding a compressor
 MANY = 8
-"""Decoding is timed with 1 and 8 payloads and interpolated linearly. With 1 and 4, which fit a cache, 16 payloads would
-be 34 % too low (int8, measured, 2026-11).
+"""Decoding is timed with 1 and 8 payloads; times are linear in payloads. From 1 and 4, which fit a cache, predictions
+for 16 would be 34 % too low (int8, measured, 2026-11).
 """
 
 
@@ -58,8 +58,8 @@ def measure_collectives(
 
     Round 1 times sizes that grow by `GROWTH`, round 2 sizes in between, round 3 all again. The number of samples
     depends only on the times that `time_collective` returns, which are equal on all ranks; with local clocks ranks
-    could start different collectives and deadlock. Time that a collective leaves unused is available to the next ones.
-    If `library` is given, an all_to_all is skipped where the library's algorithm is the one of its all_gather.
+    could start different collectives and deadlock. Time that a collective does not use is left to the next ones. If
+    `library` is given, an all_to_all is skipped where its all_gather uses the same algorithm.
     """
     pairs = [
         (kind, level)
@@ -148,7 +148,7 @@ def _sample(
 SIZES = (8_192, 1_048_576, 4_194_304)
 """Sizes at which compressors are timed, in elements.
 
-Of all triples of sizes tried, straight lines between these predict ten other sizes best (measured, 2026-11).
+Of all triples tried, linear interpolation between these predicts ten other sizes best (measured, 2026-11).
 """
 
 
@@ -164,9 +164,9 @@ def measure_compressors(
 
     Calls run as in a step: the bucket has just been filled, and other data is in the caches. bf16 of 65,536 values
     takes 0.02 ms if repeated, 0.14 ms under these conditions, and 0.1 to 0.2 ms in a step (measured, 2026-11). `device`
-    is the device's name in the key, `on` the tensors' device (default CPU; the number of torch's threads is then part
-    of the key). Two sizes are always timed, larger ones if expected to take at most `each_s` seconds. Compressors that
-    use shapes get a nearly square matrix.
+    is the name in the key, `on` the tensors' device (default CPU, with the number of torch's threads in the key). Two
+    sizes are always timed, larger ones if expected to take at most `each_s` seconds. Compressors that use shapes get a
+    nearly square matrix.
     """
     on = on or torch.device("cpu")
     values = torch.zeros(4, max(sizes), device=on)

@@ -33,7 +33,7 @@ def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
 
 
 def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads: int | None) -> str | None:
-    """Return a compressor's key with these threads or none, or with any if `threads` is None."""
+    """Return a compressor's key with this number of threads or without one; with any number if `threads` is None."""
     text = _text(compressor)
     for budget in (threads, None):
         key = compressor_key(text, place, budget)
@@ -48,7 +48,7 @@ def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads
 def nearest_key(
     keys: Collection[str], compressor: Compressor, places: Sequence[str], threads: int | None
 ) -> str | None:
-    """Return a compressor's key on the first of `places` that has it, else with other parameters."""
+    """Return a compressor's key on the first of the devices `places` that has one, else with other parameters."""
     if not keys:
         return None
     for place in places:
@@ -74,7 +74,6 @@ def _is_like(key: str, name: str, place: str) -> bool:
 
 @cache
 def _text(compressor: Compressor) -> str:
-    """Cached for searches."""
     return str(compressor)
 
 
@@ -87,7 +86,7 @@ FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
-    """Time of a collective by its bytes, for a number of ranks; the table's key has the topology."""
+    """Time of a collective by its bytes; the table's key has the topology."""
 
     ranks: int
     fit: Fit
@@ -103,7 +102,7 @@ class MeasuredCollective:
         spread: float = 0.0,
         source: str = "measured",
     ) -> MeasuredCollective:
-        """Return a collective from its formula, α and one rank's bandwidth."""
+        """Return the times by formula, from α and one rank's bandwidth."""
         us_per_byte = formulas.wire_bytes(kind, ranks, 1.0) / (1e3 * gb_per_s)
         return cls(ranks, Fit.line(formulas.steps(kind, ranks) * alpha_us, us_per_byte, spread), source)
 
@@ -121,7 +120,7 @@ class MeasuredCollective:
 
     @property
     def spread(self) -> float:
-        """Median relative error over sizes."""
+        """Median relative error of the fit."""
         return self.fit.residual
 
     def us(self, size: float) -> float:
@@ -198,7 +197,7 @@ class CompressorPoint:
     """Time to decode one payload."""
     propose_us: float = 0.0
     decode_more_us: float | None = None
-    """Time to decode each further payload; None if not measured: the first one's."""
+    """Time to decode each further payload; if None, the first one's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,6 @@ class Difference:
 
 
 def _conflicts(first: CostTable, second: CostTable) -> list[Difference]:
-    """Return the conflicting entries, largest differences first."""
     found = [one for one in _differences(first, second) if one.apart > max(CONFLICT, one.expected)]
     return sorted(found, key=lambda one: (-one.apart, one.what))
 
@@ -53,7 +52,7 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
     for field in fields(CostTable):
         mine, theirs = getattr(first, field.name), getattr(second, field.name)
         if field.name in _SHARING:
-            continue  # depends on the job
+            continue
         if isinstance(mine, float | int) and isinstance(theirs, float | int) and not isinstance(mine, bool):
             unit = "GB/s" if field.name.endswith("gb_per_s") else ""
             yield Difference(field.name, float(mine), float(theirs), unit)

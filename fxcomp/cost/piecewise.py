@@ -1,7 +1,7 @@
 """Piecewise linear times by size.
 
 Below the smallest measured size the first line continues to 0. Beyond the largest, time grows by the steeper of the
-last line and the chord over all measurements. `trace` approximates any price by lines.
+last line and the chord over all measurements. `trace` approximates any price by straight lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALLEST = 64.0
 """Prices up to this size are assumed linear."""
 
 TOLERANCE = 1e-4
-"""Maximum relative error at a line's middle."""
+"""Maximum relative error in the middle of a line."""
 
 _NARROW = 1.001  # ratio of sizes below which a jump is not refined
 
@@ -172,7 +172,6 @@ _ROUNDING = 1e-6
 
 
 def _check_rises(fit: Fit, place: str) -> None:
-    """Raise BadOption if times are negative or fall with size."""
     first, last = fit.pieces[0], fit.pieces[-1]
     if first.at_zero_us < 0:
         raise wrong(f"{place}.pieces[0].at_zero_us", "0 or more", first.at_zero_us)
@@ -194,8 +193,8 @@ def _check_rises(fit: Fit, place: str) -> None:
 def interpolate(points: Sequence[Sample], size: float) -> float:
     """Interpolate linearly between points sorted by size, without a fit.
 
-    Constant below the first point; beyond the last along the chord, or proportional to size for a single point. Never
-    falls: a point below an earlier one is raised to it.
+    The result is constant below the first point. Beyond the last it follows their chord, or is proportional to size
+    with one point. A point below an earlier one is raised to it.
     """
     rising = list(accumulate((us for _, us in points), max))
     first, last = points[0][0], points[-1][0]

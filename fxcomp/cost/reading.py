@@ -1,11 +1,11 @@
-"""Parse JSON data into frozen dataclasses. An error names the place of the wrong value.
+"""Parse JSON data into frozen dataclasses. An error has the path of the wrong value.
 
     POINT = record(Point, x=number(), name=TEXT)
     POINT({"x": -1.0, "name": "a"}, "points[3]")
  -->
     BadOption: points[3].x must be a number from 0 to 1e+18, not -1.0
 
-A reader takes a value and its place, and returns the parsed value.
+A reader takes a value and its path (`place`), and returns the parsed value.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class CostTable:
         return Library.GLOO if self.copy_gb_per_s is None else Library.NCCL
 
     def collective_breaks(self, kind: CollectiveKind, level: Level, cluster: Cluster) -> list[float]:
-        """Return the sizes between which the time is linear or a minimum of lines."""
+        """Return the sizes between which the time is linear, or a minimum of linear functions."""
         measured = self.measured(kind, level, cluster)
         if measured is None:
             return []
@@ -138,13 +138,13 @@ class CostTable:
 
     @property
     def offloads(self) -> bool:
-        """True if the pool may compress: a processor is free, and times are known."""
+        """True if the CPU pool may compress: a processor is free, and times were measured."""
         is_known = self.copy_gb_per_s is None or any(key.endswith(f"@{Device.CPU.value}") for key in self.compressors)
         return is_known and self.processors.has_spare
 
     @property
     def pool_load(self) -> float:
-        """Compute's processors used by the pool: 0 if compute has a separate device."""
+        """Processors that the CPU pool takes from compute: 0 if compute has a separate device."""
         return 1.0 if self.copy_gb_per_s is None else 0.0
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
@@ -211,7 +211,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Build a table from the `data` of `to_json`. Raise BadOption with the place of an error."""
+        """Build a table from the `data` of `to_json`. Raise BadOption with the path of an error."""
         try:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
@@ -226,7 +226,7 @@ class CostTable:
             raise BadOption(f"this is not a cost table: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the table to `path` atomically, since several ranks may read or write it."""
+        """Write the table to `path` atomically, because several ranks may use it."""
         compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -258,7 +258,7 @@ class CostTable:
         return None
 
     def _compressor(self, compressor: Compressor, device: Device) -> tuple[str, CompressorCost] | tuple[str, None]:
-        """Return the nearest measured compressor, on any device if host and device are one."""
+        """Return the nearest measured compressor, on any device if the device is the host."""
         places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         key = nearest_key(self.compressors, compressor, places, self.threads)
         return (key, self.compressors[key]) if key else ("", None)

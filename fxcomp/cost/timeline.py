@@ -1,7 +1,7 @@
 """Simulator of a step: tasks on streams.
 
 A stream runs its tasks in order, each after its predecessors. Compute, the compressor pool and the network's software
-may share processors; if demand exceeds supply, each gets a fair share and takes longer.
+may share processors. If they request more than there are, each gets a fair share and takes longer.
 
     compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed by the transport
     inter                 ░░░░░░░░░░              two processors would allow full speed
@@ -33,7 +33,7 @@ class Task:
     load: float = 0.0
     """Requested processors; compute's are in `Processors`."""
     overlap_speed: float = 1.0
-    """Relative speed while compute leaves no processor free: a woken thread waits for a time slice."""
+    """Relative speed while compute leaves no processor free, because a woken thread waits for a time slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,6 @@ def _run(tasks: Sequence[Task], processors: Processors) -> tuple[list[float], li
 
 
 class _State:
-    """State of the simulation."""
-
     def __init__(self, tasks: Sequence[Task]) -> None:
         number = {task.name: k for k, task in enumerate(tasks)}
         self.tasks = tasks
@@ -207,8 +205,8 @@ LEAST = 1e-9
 def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
     """Return each task's speed: its limit if there are enough processors, otherwise a fair share.
 
-    A task that requests less than an equal share gets its request; the others share the rest. A task's weight is the
-    number of processors that it requests, at least 1.
+    Shares are weighted by requested processors, at least 1. A task that requests less than its share gets its request;
+    the others share the rest.
     """
     rates, asked, left, weight = list(limits), 0.0, count, 0.0
     weights = [max(1.0, demand) for demand in demands]
@@ -229,8 +227,7 @@ def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """Return the spans that determine the step's length, in order.
 
-    Each is a predecessor of the next, or the previous task of its stream. Spans that only took processors are not
-    included.
+    Each is a predecessor of the next, or the previous task of its stream. Contention for processors is ignored.
     """
     before, _ = _queues(timeline)
     spans = {span.task.name: span for span in timeline.spans}
@@ -245,7 +242,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 def exposed_by_task(timeline: Timeline) -> dict[str, float]:
     """Return the µs that compute waits for each task; they sum to the timeline's exposed time.
 
-    Each moment of a wait belongs to the last task to arrive, and before its start to the task that blocked it.
+    A wait is attributed to the task that ends last, and its part before that task's start to the task that delayed it.
     """
     before, last = _queues(timeline)
     spans = {span.task.name: span for span in timeline.spans}
@@ -281,7 +278,6 @@ def _share_out(
     before: dict[str, Span],
     waits: dict[str, float],
 ) -> None:
-    """Distribute a wait over the tasks that caused it."""
     while blocker is not None and end_us > start_us:
         begun_us = max(start_us, blocker.start_us)
         if end_us > begun_us:

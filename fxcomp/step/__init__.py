@@ -1,1 +1,1 @@
-"""Run a compiled step, verify and judge it, and change the plan that it follows."""
+"""Run a compiled step, verify and time it, and change its plan."""

@@ -1,8 +1,8 @@
-"""Compare the inputs of updates between ranks in every step: numbers and options of the optimizers' parameter groups.
+"""Compare numbers and options of the optimizers' parameter groups between ranks in every step.
 
 Without this check replicas would drift apart, for example if a rank schedules its learning rate by its own loss. A
-digest of the inputs is sent with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the
-numbers through the store, and all raise an error.
+digest is sent with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the numbers through the
+store, and all raise an error.
 
 A rank that captures a new kind of batch changes its digest on purpose. All ranks then verify the same later step:
 `verified_after`.
@@ -49,7 +49,7 @@ Numbers = Sequence[Mapping[str, float]]
 
 
 class Alike:
-    """Numbers and options that this rank's updates read, and the rider that sends their digest."""
+    """Numbers and options of this rank's updates, and the `Rider` that sends their digest."""
 
     def __init__(self, training: Training, site: Site) -> None:
         self._training, self._site = training, site
@@ -57,7 +57,7 @@ class Alike:
         self._options: Sequence[Hashable] = ()
         self._check_of_options = self._check = self._step = 0
         self._captured: int | None = None
-        """Step in which a rank, possibly another one, made the capture that is being announced."""
+        """Step of the announced capture, on this or another rank."""
         self._runtime: Runtime | None = None
         self.rider = Rider(self._differ)
 

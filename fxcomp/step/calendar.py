@@ -1,9 +1,9 @@
 """Use of each step, from its number and data that all ranks agree on.
 
-    verified ─► one of the first steps ─► a turn of a race ─► none, during the warm-up ─► a look
+    verified ─► timed to choose a plan ─► turn of a race ─► none, during the warm-up ─► measurement of errors (*look*)
 
-The first use that applies takes the step. A step has at most one use, because each use makes the step longer. All ranks
-compute the same use. A rank may lack the memory, or have a batch unlike the first one; the observer handles that.
+The first use that applies is taken, the same on all ranks. A step has at most one use, because each makes it longer.
+Observers handle ranks that lack memory or have a batch unlike the first one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
 WINDOW = 100
-"""Steps of a window, whose median is compared with the settled step time."""
+"""Steps per window. Medians of windows are compared to detect drift."""
 
 SETTLED = 20
-"""Steps under a plan before a look, for warming up and a median."""
+"""Minimum number of steps under a plan before a look, for a median step time."""
 
 
 LASTS = ("patience", "patient_until")
@@ -38,14 +38,14 @@ class Use(Enum):
     TIME = "time"
     """Lines are timed, to choose a plan."""
     TURN = "turn"
-    """Counts for the plan of the turn."""
+    """Belongs to a turn of a race."""
     LOOK = "look"
     """Measures the errors of a compressor family."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaceTurn:
-    """Number of a racing plan, and the steps that count for it."""
+    """Turn of a race: index of the plan, and its steps."""
 
     number: int
     steps: tuple[int, ...]
@@ -64,13 +64,13 @@ class Calendar:
     """First step of each warm-up stage, then of the plan that stays."""
     followed_from: int = 0
     timed: tuple[int, ...] = ()
-    """First steps from which the plan is chosen; empty once there is one."""
+    """Timed steps by which the plan is chosen; empty afterwards."""
     checked: tuple[int, ...] = ()
-    """First steps that check an earlier job's costs; empty afterwards."""
+    """Steps that check an earlier job's costs; empty afterwards."""
     turn: RaceTurn | None = None
     """Current or first turn; None without a race."""
     patience: int = 1
-    """Windows without drift checks after a drift."""
+    """Number of windows without drift checks after drift."""
     patient_until: int = 0
     look_from: int | None = None
     """Earliest step of the next look."""
@@ -116,7 +116,7 @@ class Calendar:
     # After a step
 
     def judges_after(self, steps: int) -> bool:
-        """Return True if a full window ends after `steps` steps."""
+        """Return True if a window ends after `steps` steps."""
         passed = steps - self.followed_from
         return self.is_quiet_at(steps - 1) and passed > 0 and passed % WINDOW == 0
 
@@ -125,7 +125,7 @@ class Calendar:
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
         """Return the first `count` steps from `step` on that are not in `verified`.
 
-        `verified_too` is ignored, since ranks learn of it at different times.
+        `verified_too` is ignored, because ranks receive it in different steps.
         """
         found: list[int] = []
         while len(found) < count:

@@ -87,7 +87,7 @@ class CompiledStep:
         if site.ranks.world_size > 1:
             self.notes += note_on_unused(force.program.captured)
         self.notes += note_on_densified(force.program.captured, inputs.sizes)
-        self.errors: ErrorLooks | None = None  # None unless `measured`, or with one rank
+        self.errors: ErrorLooks | None = None  # None until `watch_errors`
         if options.compress.measured and site.ranks.world_size > 1:
             self.watch_errors()
 
@@ -148,8 +148,8 @@ class CompiledStep:
     def replan(self) -> bool:
         """Measure the links again, choose a plan and follow it. Return True if the plan changed.
 
-        Every rank calls it after the same step. Plans race as after compiling. Residuals are kept, or sent with the
-        next step if the new plan does not feed them back. Raises CannotReplan.
+        Every rank calls it after the same step. Plans may race, as after compiling. Residuals are kept, or sent with
+        the next step if the new plan does not feed them back. Raises CannotReplan.
         """
         self._schedule.check_replan(self.steps)
         self._execution.check()
@@ -171,7 +171,7 @@ class CompiledStep:
 
     @property
     def costs(self) -> CostTable:
-        """Cost table of the plan, assumed at first in a job without measured costs.
+        """Costs by which the plan was chosen; assumed at first in a job without measured costs.
 
         `compile_step(..., costs=step.costs)` skips the measurements.
         """
@@ -212,7 +212,7 @@ class CompiledStep:
         return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=is_racing)}>"
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
-        """Return numbers of the last step, for logs. Only the norm of `residuals` waits for the device."""
+        """Return numbers of the last step, for logs; with `residuals`, their norm, which waits for the device."""
         found = metrics_of(self.steps, self.skipped_steps, self.payload_bytes, self.times, *self._followed)
         return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 
@@ -245,7 +245,7 @@ class CompiledStep:
         return StepReport(replace(found, measured=self._profiler.measured(self.plan)))
 
     def profile(self, steps: int = 5) -> None:
-        """Time this rank's lines in the next `steps` that only train, for `report()`."""
+        """Time each emitted line on this rank in the next `steps` steps that only train, for `report()`."""
         self._profiler.begin(steps)
 
     @property
@@ -259,7 +259,7 @@ class CompiledStep:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals, compressor states and plan, without model and optimizer.
 
-        A job that loads it before its first step follows the saved plan, if that was settled.
+        A job that loads it before its first step follows the saved plan, unless plans were still racing.
         """
         self._execution.group.check_is_over()
         return self.in_force.state_dict(self.steps)
@@ -272,7 +272,7 @@ class CompiledStep:
         return to_tensors({**self.state_dict(), GENERATORS: generators(self._site.device)})
 
     def load_state_dict(self, state: Given) -> None:
-        """Load a `state` from `state_dict` or `checkpoint`. Every rank calls it, with None if it has none.
+        """Load a `state` from `state_dict` or `checkpoint`. Every rank calls it, with None if it has no state.
 
         The states may come from another plan or number of ranks. Each state is loaded by exactly one rank, the states
         of removed ranks by any: `load_state_dict([state, another])`. The sum of the residuals stays the same (see

@@ -1,10 +1,10 @@
-"""Detect changed step times. It never switches plans.
+"""Detect changed step times (drift).
 
-    every WINDOW steps under a plan     median step time, on the slowest rank
-    first median                        the settled time, until another plan is followed
-    later median, off by FACTOR         drift: measure the links again, and let plans race
+    every WINDOW steps under a plan     median step time on the slowest rank
+    first median                        settled time, until another plan is followed
+    later median, off by FACTOR         drift; the schedule measures the links again or races plans
 
-All ranks judge the same medians after the same steps.
+All ranks compare the same medians.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def median_of_window(times_ms: Sequence[float]) -> float:
 def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, str]:
     """Compare the window that ends after `step` steps with the settled time. `medians_ms` has one value per rank.
 
-    Return the settled time and a sentence on the drift, empty if there is none. Incompletely timed windows are ignored.
+    Return the settled time and a sentence on the drift, empty if there is none. Partly timed windows are ignored.
     """
     now_ms = max(medians_ms)
     if min(medians_ms) < 0 or settled_ms is None:

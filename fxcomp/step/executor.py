@@ -1,12 +1,10 @@
-"""Run emitted steps at the same step on all ranks. An error inside a step on one rank ends that step on all ranks.
+"""Run emitted steps in lockstep. An error inside a step on one rank ends that step on all ranks.
 
     enter           check that the ranks are at the same step
-    run             run the whole step at once; or, if autograd's backward pass makes the gradients,
-    begin, arrive   run line by line as gradients arrive; the last arrival returns the results
-    end             wait for everything launched; residuals count, unless the step was skipped
+    run             run the whole step at once
+    begin, arrive   run the step in parts as DDP's gradients arrive; the last call returns the results
+    end             wait for everything launched; keep new residuals, unless the step was skipped
     leave           end the step after an error
-
-Nothing else calls an emitted function.
 
 Each collective pairs with the next one of the other ranks, without a step number. If a rank continued after an
 exception, gradients of different steps would be averaged. Therefore a rank that raises writes the reason to the
@@ -38,7 +36,7 @@ CLOSED_STEP = "this compiled step has been closed.\n  Call compile_step again, o
 
 
 Arriving = Generator[None, Sequence[Tensor], Any]
-"""Running step. It is sent gradients bucket by bucket and returns the results."""
+"""Running step: a generator that receives gradients by bucket and returns the results."""
 
 
 class Executor:
@@ -51,7 +49,7 @@ class Executor:
         world = compat.world() if ranks.world_size > 1 else None
         self._world = None if world is None else weakref.ref(world)
         self.has_begun = False
-        """Emitted code has run in the current step, so values may have changed."""
+        """Emitted code of the current step has run, so values may have changed."""
         self._arriving: Arriving | None = None
 
     # Running
@@ -95,7 +93,7 @@ class Executor:
     # At the same step
 
     def enter(self, step: int, *, goes_on: bool = False) -> None:
-        """Enter a step or its next micro-batch. Raises BadCall, or RanksApart if ranks stopped at different places."""
+        """Enter a step or its next micro-batch. Raises BadCall, or RanksApart if ranks stopped at different steps."""
         self.check_open()
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)

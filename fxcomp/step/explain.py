@@ -82,9 +82,9 @@ def explanation_of(
 def explanation_of_step(
     found: Explanation, force: PlanInForce, options: StepOptions, errors: ErrorTable, moves: Sequence[PlanMove]
 ) -> Explanation:
-    """Add the facts that only a compiled step knows.
+    """Add the facts of a compiled step.
 
-    The budget is counted in the latest measured `errors`, or else in the errors by which the plan was chosen.
+    The error budget uses the latest measured `errors`, or else the errors by which the plan was chosen.
     """
     told, budget = set(map(str, moves)), found.budget
     if budget is not None and errors.is_measured:

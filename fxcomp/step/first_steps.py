@@ -2,9 +2,10 @@
 
     step         first       alternating               last
     way          OVERLAPPED  HELD, OVERLAPPED, ...     ONE_BY_ONE; OVERLAPPED on an asynchronous device
-    counts       only if no other step does: it allocates
+    counts       if no other step was timed, because it allocates
 
-Only `between` communicates.
+OVERLAPPED steps run as usual. HELD steps start all collectives at the first wait. ONE_BY_ONE steps also time each
+operator. Only `between` communicates.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Additional sets of steps if some rank could not time enough. Then machine and link costs alone decide."""
+"""Additional sets of steps if a rank could not time enough. Then a plan is chosen without timed steps."""
 
 
 class FirstSteps:
     """Timed steps of a job that has no plan yet."""
 
     def __init__(self, site: Site, free_steps: Callable[[int, int], tuple[int, ...]], step: int = 0):
-        """Begin at `step`. `free_steps` is the calendar's method."""
+        """Begin at `step`. `free_steps` is `Calendar.free_steps`."""
         self._site, self._free_steps, self._tries = site, free_steps, 0
         self._ways: Sequence[Way] = WAYS
         self.numbers = free_steps(step, len(WAYS))
@@ -82,7 +83,7 @@ class FirstSteps:
 
     @property
     def steps(self) -> list[TimedStep]:
-        """Steps that count. The first one allocates, and counts only without others."""
+        """Timed steps, without the first one if possible."""
         whole = {number: timed for number, timed in self._timed.items() if timed.us is not None}
         others = [timed for number, timed in whole.items() if number != self._first]
         return others if any(timed.way is Way.OVERLAPPED for timed in others) else list(whole.values())

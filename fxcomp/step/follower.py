@@ -1,6 +1,6 @@
-"""Plan that steps follow, or several racing plans, each with its gradient state.
+"""Plan that steps follow, or several racing plans, each with its gradient state (residuals, compressor states).
 
-carry_to            follow another decision and convert all state to it; ranks communicate
+carry_to            follow another decision and convert the state to it; ranks communicate
 line_up             start a race of the plan in force with other plans
 take_turn           follow one of the racing plans, with its own state; no communication
 settle_on           end the race; the plan that stays receives the residuals of the others
@@ -64,9 +64,9 @@ class Followed:
     number: int
     """Key of its programs."""
     state: GradientState | None = None
-    """None before its first turn."""
+    """None before its first turn in a race."""
     scale: float | Tensor = 1.0
-    """Loss scale of the residuals."""
+    """Loss scale that the residuals contain."""
 
     def follow_scale(self, scale: float | Tensor) -> None:
         """Rescale the residuals to another loss scale, without reading a tensor."""
@@ -120,8 +120,8 @@ class Follower:
     ) -> T:
         """Follow another decision; residuals are kept. Every rank calls it.
 
-        Return the result of `make`. `units` returns the factors of residuals whose unit changes. If either fails on one
-        rank, all ranks keep the old decision.
+        Return the result of `make`. `units` returns, by parameter, factors that convert residuals between gradients and
+        momenta. If either raises on one rank, all ranks keep the old decision.
         """
         fresh = self.trained.fresh
         made, state, factors = self._site.ranks.attempt(topic, lambda: (make(), fresh(decision.plan), units()))
@@ -136,7 +136,7 @@ class Follower:
     def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
         """Convert the state to the layout of a warm-up stage. Every rank calls it.
 
-        `units` is as in `carry_to`; without it the residuals are dropped.
+        `units` is as in `carry_to`; without it, a change of layout drops the residuals.
         """
         if units is not None and self.state.owes_something:
             self.state.change_unit(units())
@@ -146,7 +146,7 @@ class Follower:
             self.now.state = fresh
 
     def _laid_out_for(self, stage: Plan) -> GradientState | None:
-        """Return a fresh state if a stage has another layout. A stage without state uses the layout of the last one."""
+        """Return a fresh state if a stage has another layout. A stage without state has the layout of the last one."""
         plan = stage if self.trained.keeps_something(stage) else self.decision.plan
         lies_alike = self.trained.residual_layout(plan) == self.state.residuals.layout
         return None if lies_alike else self.trained.fresh(plan)

@@ -1,4 +1,4 @@
-"""Freeze second moments once every parameter has had enough updates, and check that they still fit.
+"""Freeze second moments, to exchange momenta, after enough updates of every parameter. Thaw them if they stop fitting.
 
     before the freeze          if a parameter has too few updates, the warm-up lasts longer
     every LOOK_EVERY steps     energy of a parameter = mean (m / d)², with m the momentum and d the frozen root of the
@@ -6,7 +6,7 @@
     above LIMIT on any rank    thaw: exchange gradients in int8 and update second moments again
     later                      freeze again, after a time that doubles with each thaw
 
-Every rank holds the same moments and computes the energies locally. One small all_reduce combines the results.
+Every rank computes the energies locally from equal moments. A small all_reduce combines the results.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Freeze:
         force = self._force
         force.momenta.freeze_again(
             step, self._at_momenta
-        )  # before the switch: residuals get the unit of the frozen moments
+        )  # before the switch, which scales residuals by the frozen moments
         force.switch(replace(force.decision, plan=self._at_momenta), topic)
         self._follow(step)
         self._note(f"step {step}: ranks exchange momenta again, and second moments are frozen as they are now")

@@ -25,10 +25,10 @@ class MicroBatchGroup:
         ranks = site.ranks.world_size
         self._aside = Aside(site.transport, ranks, site.device) if length > 1 and ranks > 1 else None
         self._changes_of_scale = 0
-        """Value when the group began."""
+        """`LossScale.changes` when the group began."""
         self._looks: list[Looks] = []
         self.is_like_first = True
-        """All batches so far are like the first one of the job, which predictions are for."""
+        """All batches of the group are like the job's first one, which predictions are for."""
         self._unused: frozenset[str] | None = None
 
     @property
@@ -40,7 +40,7 @@ class MicroBatchGroup:
         return last or self._sums.micro_batches + 1 >= self._length
 
     def check_scale(self) -> None:
-        """Clear the sums and raise BadCall if the loss scale changed inside the group: the unit differs."""
+        """Clear the sums and raise BadCall if the loss scale changed inside the group."""
         if self._scale is None or not self.has_begun or self._scale.changes() == self._changes_of_scale:
             return
         summed = self._sums.micro_batches
@@ -60,11 +60,11 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """Return the parameters that no micro-batch uses, including the next one, which leaves `unused`."""
+        """Return the parameters that no micro-batch uses, if the next one does not use `unused`."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:
-        """Let the next micro-batch end the group. `is_weighted`: its loss has a count."""
+        """Let the next micro-batch end the group. `is_weighted`: its loss is a WeightedLoss."""
         if self._length > 1 or self._scale is not None:
             self._sums.complete(is_weighted=is_weighted)
 

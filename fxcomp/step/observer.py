@@ -1,4 +1,4 @@
-"""Observers of a running step: verification, looks at gradients, profiles.
+"""Observers of a running step: verification, measurement of compression errors, profiles.
 
     for each in observers that want this step:   each.before(step)
     the emitted step runs

@@ -1,7 +1,7 @@
 """Plan that a compiled step follows now, with its runtime and programs.
 
-Follower        plans, and the gradient state under each; knows no programs
-PlanInForce     programs of these plans: made, looked up by batch, replaced; saved and loaded
+Follower        has the plan, or the racing plans, each with its gradient state
+PlanInForce     emits, finds and replaces the programs of these plans
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class PlanInForce:
         """Type of the first batch, which predictions are for."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
-        """Program of the first capture under each plan number."""
+        """Program for the first batch, by plan number."""
         self._follower.enter_stage(self.plan)
         self.runtime = Runtime(self._site.transport, self._site.device)
         self.programs = Programs(capture.guard, self._made_for)
         self._micro_program = lru_cache(CAPTURES)(self._emit_micro_batch)
-        if compiler.micro_batches > 1:  # now, not in the first step
+        if compiler.micro_batches > 1:  # emit before the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
         for number, plan in enumerate(self.plans):
@@ -86,7 +86,7 @@ class PlanInForce:
 
     @property
     def lasting(self) -> Plan:
-        """Plan of the last stage; during a race, the plan before it."""
+        """Plan of the last warm-up stage; during a race, the plan that was in force before it."""
         return self._follower.lasting.decision.plan
 
     @property
@@ -100,18 +100,21 @@ class PlanInForce:
 
     @property
     def _number(self) -> int:
-        """Number of the plan in force: its index during the warm-up, unique afterwards."""
+        """Number of the plan in force: its index in `plans` during the warm-up, unique afterwards."""
         return self._follower.now.number if self.is_warm else self.stage
 
     @property
     def standing(self) -> Program:
-        """Program of the first capture under the last plan, used for predictions."""
+        """Program for the first batch after the warm-up, used for predictions."""
         return self._standing[self._follower.now.number]
 
     # Following
 
     def enter_stage_of(self, step: int, *, runs: bool = True) -> bool:
-        """Enter the stage of `step`, the same on all ranks. Return True if the plan changed."""
+        """Enter the warm-up stage of `step`. Return True if the plan changed.
+
+        Every rank calls it, with `runs` False while a state is loaded.
+        """
         before, self.stage = self.plan, self.calendar.stage_at(step)
         if runs:
             self.momenta.before_step(step, self.plan)
@@ -127,7 +130,7 @@ class PlanInForce:
         return self._standing[self._number].timeline
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
-        """Return the program for a batch and the current surroundings; capture it locally if needed."""
+        """Return the program for a batch and the current settings; capture it locally if needed."""
         self.program = found = self.programs.find(batch, kind, leaves, self._number)
         self.runtime.numbers = found.numbers
         return found
@@ -136,7 +139,7 @@ class PlanInForce:
         return self._micro_program(self.find(batch, kind, leaves).captured)
 
     def feed(self, batch: Any) -> None:
-        """Evaluate the guard and collect the arguments, as before each run."""
+        """Evaluate the guard and collect the arguments; only for timing."""
         self._capture.guard.key()
         self.inputs.of(self.program, batch_type(batch)[1], self.state)
 
@@ -147,7 +150,7 @@ class PlanInForce:
         self.calendar.stay()
 
     def emit(self, plan: Plan) -> Turns[Program]:
-        """Make a program for another plan, priced by the decision's costs. Ranks do not communicate."""
+        """Emit the first batch's program for another plan, a pass per turn. Ranks do not communicate."""
         return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
     def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
@@ -174,7 +177,7 @@ class PlanInForce:
         return self.is_warm and not self._follower.racing and self.plan.differs_in_parameters_only(plan)
 
     def retuned(self, plan: Plan) -> Turns[Program]:
-        """Make the first capture's program for `retune`, in the same number of turns on all ranks."""
+        """Emit the `standing` program for `retune`, in the same number of turns on all ranks."""
         return self._compiler.retune(self.standing, plan, self.decision.costs)
 
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
@@ -213,14 +216,14 @@ class PlanInForce:
             self._go_on()
 
     def settle_on(self, number: int) -> None:
-        """End the race. The losers' residuals are sent with the next step."""
+        """End the race with the plan at this index. The others' residuals are sent with the next step."""
         self.take_turn(number)
         self._follower.scale_to_rates(self.inputs)
         for loser in self._follower.settle_on(number):
             self.programs.forget_plan(loser.number)
             del self._standing[loser.number]
         self.programs.racing = 0
-        if not self.decision.plan.moves_exchange:  # a state from before the freeze needs the warm-up's unit
+        if not self.decision.plan.moves_exchange:  # else states saved in the warm-up need its plans
             self._stay_with(self.decision.plan)
         self._go_on()
 
@@ -245,7 +248,7 @@ class PlanInForce:
     def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
         """Load saved states and enter their stage. Every rank calls it. Raises BadState.
 
-        `go_on` restores the exchange of momenta or gradients. Return the number of steps already run, or None.
+        `go_on` restores the exchange of momenta or gradients. Return the saved number of steps; None without states.
         """
         momenta = SavedMomenta.told(given, self._site.ranks)
         if momenta:
@@ -260,7 +263,7 @@ class PlanInForce:
     def _start_over(self, steps: int, momenta: Sequence[SavedMomenta]) -> None:
         if self._follower.racing:
             self._go_on()
-        self.enter_stage_of(max(0, steps - 1), runs=False)  # residuals are in this plan's unit
+        self.enter_stage_of(max(0, steps - 1), runs=False)  # saved residuals have this plan's unit
         self.momenta.resume(steps)
         check_momenta(momenta, self.plan, steps)
 

@@ -1,4 +1,4 @@
-"""Time every line of a few steps on this rank, laid out like the prediction.
+"""Time every emitted line of a few steps on this rank, as a timeline like the predicted one.
 
 step.profile(steps=5)          the next five steps without another use
 step.report()                  shows them next to the prediction
@@ -27,7 +27,7 @@ from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 
 _WANTED = frozenset({None})
-"""Steps that only train: others take longer, or follow racing plans."""
+"""Only steps without another use, because others take longer or run racing plans."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Profiler(Observer):
         self._steps, self._asked, self.wants = [], steps, _WANTED
 
     def measured(self, plan: Plan) -> Mapping[int, Timeline]:
-        """Return the steps that followed a plan, by number."""
+        """Return the timelines of steps under a plan, by step number."""
         found = {each.number: each.read() for each in self._steps if each.plan == plan}
         return {number: timeline for number, timeline in found.items() if timeline is not None}
 
@@ -89,7 +89,7 @@ class Profiler(Observer):
 
 
 def measured_timeline(program: Program, reading: Reading) -> Timeline:
-    """Lay out a timed step as the prediction's tasks. Waits of compute are gaps."""
+    """Convert a timed step to the prediction's tasks. Waits of compute are gaps."""
     predicted = {span.task.name: span.task for span in program.timeline.spans}
     spans = [_as(predicted, *each) for each in _measured(program, reading)]
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)))
@@ -113,8 +113,6 @@ def _measured(program: Program, reading: Reading) -> Iterator[_Measured]:
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """A collective with data on this rank."""
-
     name: str
     launch: Call
     wait: Call | None
@@ -149,7 +147,7 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
 
 
 def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[_Measured]:
-    """Lay out collectives: each occupies its link from its launch, or from the end of the previous one."""
+    """Yield collectives: each occupies its link from its launch, or from the end of the previous one."""
     known: list[tuple[float, float, _Collective]] = []
     for each in collectives:
         times, end_us = reading.pool if each.on_pool else reading.main, each.end_us(reading)
@@ -164,6 +162,5 @@ def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[
 
 
 def _as(predicted: Mapping[str, Task], name: str, stream: Stream, start_us: float, end: float) -> Span:
-    """Return a span with the prediction's dependencies."""
     known = predicted.get(name)
     return Span(Task(name, stream, end - start_us, known.after if known is not None else ()), start_us, end)

@@ -1,11 +1,11 @@
-"""Captures of one step for different batches and surroundings.
+"""Programs of one step, looked up by batch, plan and guard key (settings that captures depend on).
 
-    batch, plan, guard key  ── seen before ──────────────► its program, if its values give the traced answers
-                            └─ other sizes, same family ─► a symbolic program whose guard holds, same condition
-                            └─ otherwise ────────────────► capture; from the third shape on, sizes become symbols
+    all seen before                      the same program
+    only sizes differ (same *family*)    a symbolic program whose guard accepts the sizes
+    otherwise                            capture; from a family's third shape on, sizes become symbols
 
-Sizes 0 and 1 are never symbols, so a family may hold several symbolic programs. A value that causes repeated captures
-is reported once.
+A known program also needs the captured answers to conditions on the batch's values (`Prelude`). Sizes 0 and 1 are
+never symbols, so a family may have several symbolic programs. A repeated cause of captures is reported once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
 
 @dataclass(slots=True)
 class _Family:
-    """Batches that differ only in sizes, in the same surroundings."""
+    """Batches that differ only in sizes, with the same plan and guard key."""
 
     first: BatchType
     captures: int = 0
@@ -104,7 +104,7 @@ class _Around(NamedTuple):
 _Known = tuple[str, Hashable, _Around]
 
 _Answered = tuple[str, Hashable, _Around, Prelude | None]
-"""Lookup key, with the traced questions on values."""
+"""Lookup key with prelude."""
 
 
 class Programs:
@@ -114,9 +114,9 @@ class Programs:
         self._guard, self._make = guard, make
         self._of_key: OrderedDict[_Answered, Program] = OrderedDict()
         self._preludes: dict[_Known, list[Prelude | None]] = {}
-        """Questions of the programs for a batch type, the last matching ones first."""
+        """Preludes of the programs, the last used first."""
         self._other_answer: OtherAnswer | None = None
-        """First answer in the last lookup that differs from the trace."""
+        """First answer in the last lookup that differs from the captured one."""
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()
         self._kept: OrderedDict[int, Program] = OrderedDict()
         self._latest: tuple[BatchType, _Around] | None = None
@@ -131,7 +131,7 @@ class Programs:
         return len(self._kept)
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any], plan: int) -> Program:
-        """Return the program for a batch and the current surroundings; capture it locally if needed."""
+        """Return the program for a batch and the current guard key; capture it locally if needed."""
         around = _Around(plan, self._guard.key())
         key = (str(kind.structure), kind.leaves, around)
         found = self._seen(key, leaves) or self._find_symbolic(kind, leaves, around)
@@ -140,7 +140,7 @@ class Programs:
             start = time.perf_counter()
             found = self._capture(batch, kind, around)
             seconds = time.perf_counter() - start
-            before, around = around, _Around(plan, self._guard.key())  # a lazily initialized model has changed it
+            before, around = around, _Around(plan, self._guard.key())  # lazy initialization changes the key
             key = (str(kind.structure), kind.leaves, around)
             if not self._offer(found, kind, around):
                 self._say_why(batch, kind, before, seconds)
@@ -189,7 +189,6 @@ class Programs:
         self._kinds_captured.add(seen)
 
     def _say_why(self, batch: Any, kind: BatchType, around: _Around, seconds: float) -> None:
-        """Record the cause of a capture, unless the plan changed."""
         if self._latest is None or self._latest[1].plan != around.plan:
             return
         was, before = self._latest
@@ -205,7 +204,7 @@ class Programs:
         return Change(what, str(question.answer), str(answer), _ASK_LESS)
 
     def _seen(self, key: _Known, leaves: Sequence[Any]) -> Program | None:
-        """Return the program of this key, if the batch's values give the traced answers."""
+        """Return a program of this key whose captured answers hold for the batch."""
         self._other_answer = None
         preludes = self._preludes.get(key, ())
         for prelude in preludes:
@@ -225,14 +224,14 @@ class Programs:
         varying = family.open_dimensions(kind)
         try:
             return settled(self._guard, lambda: self._make(batch, varying), _GRAPH)
-        except Exception:  # Python may raise for a symbol but not for a number
+        except Exception:  # Python code may raise for symbols only
             if not varying:
                 raise
-            family.failures += 1  # tracing with symbols may fail for each of its shapes
+            family.failures += 1  # may fail again for other shapes
             return settled(self._guard, lambda: self._make(batch, {}), _GRAPH)
 
     def _offer(self, program: Program, kind: BatchType, around: Hashable) -> bool:
-        """Let a symbolic program serve other sizes. Return True if it is the first of its family."""
+        """Add a symbolic program to its family. Return True if it is the first one."""
         guard = program.captured.guard
         if guard is None or not guard.is_open:
             return False

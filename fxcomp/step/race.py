@@ -1,17 +1,20 @@
-"""Race of the best predicted plans in the running job: they take turns, and the fastest stays.
+"""Race the plans with the best predictions in the running job (*runners*), and keep the fastest.
 
-    heats    every runner that is not predicted FAR from the best, the plan in force first: HEAT steps
-    rounds   the best of them (MOST_AFTER_HEATS, later MOST_LATER): TURN steps, until one is left or all have COUNTED
-    appeals  runners that dropped out after their heat, though predicted to be near the best: HEAT more steps
-    end      the least median wins; among statistical ties, the least error
+A *turn* is a few steps in a row under one runner.
+
+    heat     first turn of each runner, HEAT steps; the plan in force begins; a runner predicted FAR off does not run
+    rounds   turns of TURN steps for the best runners, MOST_AFTER_HEATS and then MOST_LATER, until one is left or all
+             have COUNTED counted steps
+    appeal   another heat for a runner that is out after one heat, if its prediction is near the best runner's
+    end      the shortest median step time wins, or the smallest compression error in a statistical tie
 
 The first step of a turn allocates and is not counted. Verified steps belong to no turn. A step counts if every rank
 timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` neither communicates nor switches plans.
 
-Other load only makes steps longer. Until FEW steps of a runner are counted, its shortest step is used.
+A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
-A race costs the time above the winner's. A heat costs at most HEAT · (FAR - 1) steps of the winner if predictions hold:
-four heats cost at most 8, which is 0.8 % of the first thousand steps.
+The cost of a race is its time above the winner's. If predictions hold, a heat costs at most HEAT · (FAR - 1) steps of the
+winner, and four heats cost 8, which is 0.8 % of the first thousand steps.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from fxcomp.search.runners import Runner
 from fxcomp.step.calendar import RaceTurn
 
 WARM_STEPS = 2
-"""Steps under a plan before the race; they allocate."""
+"""Steps under the plan in force before the race, which allocate."""
 
 TURN = 4
-"""Steps per turn."""
+"""Steps of a turn after the heat."""
 
 HEAT = 2
-"""Steps of the first turn."""
+"""Steps of a runner's first turn."""
 
 COUNTED = 7
 """Counted steps that suffice for a median: one of a heat, and two turns."""
@@ -55,13 +58,13 @@ LEAST_SPREAD = 0.005
 """Lower bound of the measured spread."""
 
 OUT = 3.0
-"""Standard errors. A runner that is slower than the best by more is out."""
+"""A runner is out if it is slower than the best by more than this, in standard errors."""
 
 OUT_AT_FIRST = 0.5
-"""Drop a runner after its first step if it is more than 50 % slower than the best."""
+"""A runner without counted steps is out if it is more than 50 % slower than the best."""
 
 FEW = 8
-"""A runner with fewer counted steps is judged by its shortest step."""
+"""A runner with fewer counted steps is compared by its shortest step."""
 
 NEAR = 0.25
 """A beaten runner predicted within 25 % of the best gets a second heat."""
@@ -101,7 +104,7 @@ class Race:
     """State of a race, identical on every rank."""
 
     def __init__(self, runners: Sequence[Runner], step: int, free_steps: Callable[[int, int], tuple[int, ...]]):
-        """Begin after `step` steps with the plan in force. `free_steps` is the calendar's method."""
+        """Begin at `step` with the plan in force. `free_steps` is `Calendar.free_steps`."""
         self.runners = tuple(runners)
         self._entrants = [_Entrant(runner) for runner in runners]
         self._free_steps = free_steps
@@ -112,7 +115,7 @@ class Race:
         self.result: Raced | None = None
 
     def end_turn(self, slowest_ms: Sequence[float | None]) -> None:
-        """Record the times of a turn's steps, None if unknown, then choose the next turn or end the race."""
+        """Record a turn's step times in ms (None: not timed), then choose the next turn or end the race."""
         entrant, step = self._entrants[self.turn.number], self.turn.ends
         entrant.turns += 1
         first, *counted = slowest_ms
@@ -145,11 +148,10 @@ class Race:
 
     @property
     def _best(self) -> _Entrant | None:
-        """Runner with the least median; counted steps come before first steps."""
+        """Runner with the shortest median; runners without counted steps come last."""
         return min(self._known, key=lambda each: (not each.times_ms, each.median_ms), default=None)
 
     def _end_round(self, step: int) -> None:
-        """Drop beaten runners, then begin another round or end the race."""
         best, left = self._best, self._left
         if best is not None:
             for entrant in self._known:
@@ -175,7 +177,7 @@ class Race:
         return entrant.at_best_ms - best.median_ms > margin_ms
 
     def _appeals(self, best: _Entrant) -> list[int]:
-        """Return beaten runners with one heat that were predicted to be near the best."""
+        """Return the beaten runners with a single turn whose prediction is near the best runner's."""
         most_us = (1 + NEAR) * best.runner.step_us
         return [
             k
@@ -195,7 +197,7 @@ class Race:
         self.result = Raced(runners, winner, self.begins, step, cost_ms)
 
     def _winner(self) -> int:
-        """Return the fastest runner; among ties, the least error."""
+        """Return the index of the fastest runner, or of the tied runner with the least compression error."""
         best = self._best
         if best is None:
             return 0  # no step was timed by all ranks: the plan in force stays

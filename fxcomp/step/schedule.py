@@ -1,14 +1,14 @@
 """Schedule of a job: the use of each step and the plan that it follows, the same on all ranks.
 
                     before a step                        after a step
-    first steps     time each line of the step           choose a plan from the times
-    warm-up         enter the next stage                 exchange momenta, or gradients again
-    a race          switch to the plan of this turn      start the next turn, or keep the best plan
-    drift                                                compare step times: replan or race again if they drift
-    errors          measure errors (a look)              solve for a plan with the measured errors
+    first steps     time each emitted line               choose a plan from the times
+    warm-up         enter the next stage                 exchange gradients again if frozen second moments do not fit
+    race                                                 start the next turn, or keep the fastest plan
+    drift                                                if step times have changed, replan or race again
+    errors          measure compression errors (a look)  choose a plan again by the measured errors
 
-The classes for races, drift and looks only evaluate numbers; the schedule agrees with the other ranks and switches
-plans. `freeze.py` and `errors/adaptation.py` switch plans themselves when the schedule calls them.
+`race.py` and `drift.py` only compute; the schedule communicates and switches plans. `freeze.py` and
+`errors/adaptation.py` switch plans themselves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 CHECKED_STEPS = 2
-"""Number of steps that check the costs of an earlier job. The shortest time is compared."""
+"""Number of steps whose shortest time is compared with the prediction by an earlier job's costs."""
 
 
 class Schedule:
@@ -56,7 +56,7 @@ class Schedule:
         take_turn: Callable[[int], object],
         settle: Callable[[Raced], object],
     ):
-        """`take_turn` switches to a plan by its number, `settle` ends a race with its winner."""
+        """`take_turn` switches to the racing plan with this index, `settle` keeps the winner of a race."""
         self.calendar, self._times, self._site = calendar, times, site
         self._take_turn, self._settle = take_turn, settle
         self._race: Race | None = None
@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def is_racing(self) -> bool:
-        """True during and before a race. Predictions are not checked then."""
+        """True before and during a race. Predictions are not checked then."""
         return self._race is not None
 
     def takes_turns(self, step: int) -> bool:
@@ -87,7 +87,7 @@ class Schedule:
         self._race = self.calendar.turn = None
 
     def between(self, steps: int) -> None:
-        """After a turn, agree on its times, then start the next turn or keep the best plan."""
+        """After a turn, exchange its times, then start the next turn or keep the best plan."""
         race = self._race
         if race is None or steps != race.turn.ends:
             return
@@ -102,7 +102,7 @@ class Schedule:
             self._settle(race.result)
 
     def wait(self, step: int) -> None:
-        """Postpone an unfinished race to `step` or the warm-up's end."""
+        """Restart an unfinished race at `step`, or after the warm-up if that is later."""
         if self._race is not None:
             self.line_up(self._race.runners, step)
 
@@ -125,9 +125,9 @@ class StepSchedule(Schedule):
         self._freeze = Freeze(force, site.ranks, self._follow, note)
         self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
         self._settled_ms: float | None = None
-        """Median step time of the plan's first window, in ms."""
+        """Median step time of the plan's first WINDOW steps, in ms."""
         self._planned_for: Plan | None = None
-        """Plan that was in force at the last drift; None once the race that follows has ended."""
+        """Plan before the current race, if drift or `replan` started the race."""
         self._errors: ErrorLooks | None = None
         self._adaptation: Adaptation | None = None
         self._first: FirstSteps | None = None
@@ -141,7 +141,7 @@ class StepSchedule(Schedule):
 
     @property
     def is_racing(self) -> bool:
-        """True during and before a race, and before a plan is chosen."""
+        """True until a plan is chosen and its race has ended."""
         return self._first is not None or bool(self.calendar.checked) or super().is_racing
 
     def note_on_race(self, step: int) -> str:
@@ -159,7 +159,7 @@ class StepSchedule(Schedule):
     # A step
 
     def before_step(self, step: int) -> None:
-        """Enter the stage of `step`; freeze second moments if that is due."""
+        """Enter the warm-up stage of `step`; freeze second moments if due."""
         freezes_at = self._freeze.before_step(step)
         if freezes_at is not None:
             self._freeze_at(freezes_at)
@@ -168,7 +168,7 @@ class StepSchedule(Schedule):
             self._settle_anew(step)
 
     def begin(self, under_way: StepUnderWay) -> None:
-        """Time a first step, compare update inputs between ranks, and agree on a step to verify after a new capture."""
+        """Time a first step, compare update inputs between ranks, and choose a step that verifies a new capture."""
         force, calendar, alike = self._force, self.calendar, self._alike
         step, program = under_way.number, under_way.program
         if under_way.use is Use.TIME and self._first is not None:
@@ -202,7 +202,6 @@ class StepSchedule(Schedule):
         super().between(steps)
 
     def _follow(self, step: int) -> None:
-        """Follow another plan from `step` on, and cancel the race."""
         self.call_off()
         self._settle_anew(step)
 
@@ -211,7 +210,7 @@ class StepSchedule(Schedule):
         self.calendar.timed = self._first.numbers
 
     def _expect_from(self, step: int) -> None:
-        """Check CHECKED_STEPS steps, starting after this one, because its time includes allocations."""
+        """Check CHECKED_STEPS steps after `step`, whose own time includes allocations."""
         self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:
@@ -220,7 +219,7 @@ class StepSchedule(Schedule):
         took_us = min((1e3 * ms for ms in slowest if ms is not None), default=None)
         self.calendar.checked, topic, decision = (), "checking an earlier job's costs", self._force.decision
         with self._site.ranks.together(topic):
-            mine_us = self._force.predicted.step_time_us  # a rank's own: shards may differ
+            mine_us = self._force.predicted.step_time_us  # differs between ranks with other shards
             predicted_us = self._site.ranks.from_rank_0(topic, lambda: mine_us)
             said = "links take another time than an earlier job measured"
             if took_us is not None and not is_alike(took_us, predicted_us):
@@ -247,10 +246,9 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the plan of a saved state, if its race had ended and it has the same number of ranks.
+        """Follow the plan of a state that as many ranks saved without a running or scheduled race.
 
-        Do nothing if the job has begun, if that plan does not fit, if costs were given, or in a warm-up. Every rank
-        calls it.
+        Do nothing if a step has run, if the plan does not fit, or if the job does not begin dense. Every rank calls it.
         """
         ranks, decision = self._site.ranks, self._force.decision
         if ranks.world_size == 1 or not self._options.begins_dense:
@@ -318,7 +316,7 @@ class StepSchedule(Schedule):
     # Racing
 
     def _race_plans(self, step: int, topic: str) -> None:
-        """Emit the programs of the plans that race, if there are several. Every rank calls it."""
+        """Schedule a race and emit its programs, if there are several plans. Every rank calls it."""
         choice, stays = self._force.decision.choice, self._force.plans[-1]
         runners = lined_up(choice.runners, stays) if choice is not None and self._options.races else ()
         if runners:
@@ -382,7 +380,7 @@ class StepSchedule(Schedule):
         decision = self._planner.again(old, topic, errors)
         self._force.switch(decision, topic)
         self.call_off()
-        timeline = self._force.standing.timeline  # a rank's own: shards may differ
+        timeline = self._force.standing.timeline  # differs between ranks with other shards
         predicted_us = self._site.ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
         sum_of_all = CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, self._site.cluster
         dense_us = [costs.collective(*sum_of_all).us for costs in (old, decision.costs)]
@@ -416,7 +414,7 @@ class StepSchedule(Schedule):
         return True
 
     def _race_again(self, step: int, topic: str, before: Plan) -> None:
-        """Start a race if there are other plans to try. Drift checks pause then, for longer if plan `before` stays."""
+        """Start a race if there are other plans. Pause drift checks after it, longer if the plan is still `before`."""
         self._settle_anew(step)
         self._race_plans(step, topic)
         self._planned_for = before if self.is_racing else None
@@ -425,7 +423,7 @@ class StepSchedule(Schedule):
 
 
 def _said_of(decision: Decision, step: int, predicted_us: float, dense_us: Sequence[float], *, changed: bool) -> str:
-    """Write the note on a replanned decision. `dense_us`: all-reduce of all gradients with old and new costs."""
+    """Write the note on a replanned decision. `dense_us`: time to sum all gradients, by old and new costs."""
     assert decision.choice is not None, "a chosen plan has been compared"
     before_us, now_us = dense_us
     return (

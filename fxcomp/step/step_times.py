@@ -17,7 +17,7 @@ KEPT = 200
 
 
 class StepTimes:
-    """Times of whole steps. A step counts once the device is known to be done with it."""
+    """Times of whole steps. A step counts once the device has finished it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._clock = device, Clock(device)

@@ -1,15 +1,15 @@
 """Keep parameters that no rank uses in a step unchanged: `find_unused_parameters`.
 
     used by this rank's program      its gradient goes into the bucket
-    used by other ranks alone        zeros go into the bucket, and the mean of all ranks updates it
-    used by no rank                  parameter, optimizer state and owed residuals stay, bit for bit
+    used only by other ranks         zeros go into the bucket, and the mean of all ranks updates it
+    used by no rank                  parameter, optimizer state and residuals stay bitwise equal
 
 One byte per parameter is exchanged from the beginning of the step, and read before the first bucket is packed. A
 program that uses every parameter does not wait for it. Parameters that no rank uses are copied, updated with zeros, and
 restored after the step.
 
 DDP keeps the `.grad` of these parameters and does not report them to the hook. There, a gradient that is zero on every
-rank counts as unused: its residual stays, and its mean is zero. The result is right even if the parameter was used.
+rank counts as unused: its residual stays, and its mean is zero, also if the parameter was used.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FindsUnused:
 
     @contextmanager
     def holding(self, unused: Sequence[str], state: GradientState, runtime: Runtime) -> Generator[Collection[str]]:
-        """Run a step inside. This rank's program does not use the parameters `unused`. Every rank calls it.
+        """Run a step whose program does not use the parameters `unused`. Every rank calls it.
 
         Yields the parameters that no rank uses, once known. Their state is saved before their bucket is packed, and
         restored after the step's last line or an error.
@@ -153,7 +153,7 @@ class ZeroGradients:
         self._state = state
         self._kept: dict[str, _Kept] = {}
         self._flags: dict[str, Tensor | bool] = {}
-        """Gradients that are nonzero on this rank."""
+        """True for nonzero gradients."""
 
     def look_at(self, gradients: Mapping[str, Tensor]) -> None:
         """Save the residuals of a bucket's zero gradients before compression."""

@@ -1,12 +1,12 @@
-"""Adapt the plan to the measured compression errors during training. All ranks act at the same steps.
+"""Adapt the plan to measured compression errors, between steps and at the same steps on all ranks.
 
-    quiet ─► the plan's error has changed, or INTERVAL steps have passed
-          ─► solve     rank 0, one turn between two steps; ranks meet every MEETING steps until it has an answer
-          ─► retune    if only compressor parameters change: every rank, in four turns
-             emit      otherwise: every rank, one pass between two steps
-          ─► switch    residuals are kept
+    wait       until the plan's error has changed or INTERVAL steps have passed; never in a warm-up or race
+    solve      rank 0 chooses strategies again, in *turns* of a few ms; it broadcasts every MEETING steps until done
+    retune     if only compressor parameters change: every rank, in four turns
+    emit       otherwise: every rank, one pass per turn
+    switch     residuals are kept
 
-If solving raises, the plan stays. A job that began dense is left alone: it loses nothing, and dense was predicted or
+If solving raises, the plan stays. A job that began dense stays dense, because dense has no error and was predicted or
 measured to be fastest.
 """
 
@@ -33,15 +33,15 @@ from fxcomp.step.plan_in_force import PlanInForce
 INTERVAL = 1000
 
 PLAN_CHANGE = 0.2
-"""Relative change of a plan's error that triggers a new solution: three times the deviation of the smoothed error
-between looks of a steady job (assumed).
+"""Relative change of a plan's error that triggers solving: three standard deviations of the averaged error in a steady
+job (assumed).
 """
 
 ROUNDING = 1e-5
 """Errors below this are rounding."""
 
 MEETING = 25
-"""Steps between meetings. A solution takes about 50 turns."""
+"""Steps between broadcasts of rank 0's answer. Solving takes about 50 steps."""
 
 WORTH_SAVING = 0.02
 """Minimum saving of a new plan, relative to the predicted step time."""
@@ -52,13 +52,13 @@ WORTH_GIVING_BACK = 0.2
 SAME_STEP = 1e-3
 
 SPENT = 0.95
-"""Share of the error budget to solve for, as a reserve for steps with larger errors."""
+"""Fraction of the error budget to use; the rest is a reserve for steps with larger errors."""
 
 _TOPIC = "following the gradients"
 
 
 def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Cluster) -> str:
-    """Return why the plan should be solved for again with the errors `now`; empty if it should not."""
+    """Return the reason to choose the plan again with the errors `now`; empty without one."""
     if not before.is_measured:
         return "errors are measured now"
     was, becomes = plan_error(plan, cluster, before), plan_error(plan, cluster, now)
@@ -67,7 +67,7 @@ def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
 
 
 class Adaptation:
-    """Solves for the plan in force again. Every rank calls `act` after every quiet step."""
+    """Replaces the plan as errors change. Every rank calls `act` after each step outside of warm-up and races."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Adaptation:
         self.moves: list[PlanMove] = []
 
     def act(self, step: int) -> None:
-        """Continue the work in progress, or begin."""
+        """Continue the adaptation, or begin one if there is a reason."""
         if self._work is None and (why := self._why(step)):
             self._work = self._adapt(step, why)
         if self._work is not None and next(self._work, _DONE) is _DONE:
             self._work = None
 
     def drop(self, step: int) -> None:
-        """Cancel the work in progress, since another plan is followed or the job resumes."""
+        """Cancel the adaptation, because another plan is followed or the job resumes."""
         self._work, self._solved_by, self._solved_at = None, self._errors.table, step
 
     def _why(self, step: int) -> str:
@@ -149,7 +149,7 @@ class Adaptation:
                 return shared
 
     def _solve(self) -> Generator[dict[str, Any] | None]:
-        """Solve with the current errors on rank 0; the answer is yielded last."""
+        """Solve with the current errors on rank 0. Yield None, and last the answer."""
         force, cluster, terms = self._force, self._site.cluster, self._terms.by(self._errors.table)
         workload, before = force.decision.workload, force.plan
         limit = terms.limit(workload, cluster)
@@ -175,7 +175,7 @@ class Adaptation:
 
 
 def _next_answer(turns: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Advance the solver one turn. An exception is the answer, since other ranks wait for one."""
+    """Advance the solver. An exception becomes the answer, because other ranks wait for one."""
     try:
         return next(turns)
     except Exception as error:

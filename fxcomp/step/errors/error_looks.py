@@ -1,12 +1,11 @@
-"""Schedule looks at a step's gradients, and average them to an error table.
+"""Measure compression errors in single steps (*looks*), and average them to an error table.
 
-    a look at a family of compressors ─► its table, smoothed ─► `table`, the same on every rank
-                ▲                                                  │
-                └── after max(20, ⌈look / (0.007 · step)⌉) steps ◄─┘
+    look at one family of compressors ─► average ─► `table`, the same on every rank
+    next look, at another family: after max(20, ⌈time of look / (0.007 · step time)⌉) steps
 
-A *look* measures the errors of one family of compressors in one step; families take turns. The number of steps between
-looks keeps their time, on the slowest rank, below LOOKS_SHARE of the job. The first looks, one per family, follow each
-other closely, and the wait for all of them comes afterwards. Every rank calls the methods at the same steps.
+The number of steps between looks keeps their time, on the slowest rank, below LOOKS_SHARE of the
+job. The first looks, one per family, are close together, and the wait for them follows. Every rank calls the methods at
+the same steps.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.step_times import StepTimes
 
 LOOKS, LOOKS_SHARE = 20, 0.007
-"""Minimum number of steps between looks, and maximum share of a job's time for looks."""
+"""Minimum number of steps between looks, and maximum fraction of a job's time for looks."""
 
 AT_ONCE, FIRST = 20.0, 2
 """Maximum time of the first looks, in steps, and the number of steps between them."""
 
 
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
-    """Return the number of steps to the next look, and the look time not yet amortized.
+    """Return the number of steps to the next look, and the time of looks that must still be waited for.
 
-    `unpaid_us` is the time of looks that has not been amortized, `step_us` the step time without a look, 0 if unknown.
+    `unpaid_us` is this time before, `step_us` the step time without a look, 0 if unknown.
     `more_come_first` is True if some families have not been measured yet.
     """
     if more_come_first and unpaid_us < AT_ONCE * step_us:
@@ -42,7 +41,7 @@ def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool)
 
 
 class ErrorLooks(Observer):
-    """Looks at a step's gradients, and the resulting error table."""
+    """Looks of a job, and the resulting error table."""
 
     wants = frozenset({Use.LOOK})
 
@@ -61,7 +60,7 @@ class ErrorLooks(Observer):
         self._next = 0
         """Next family."""
         self.table: ErrorTable = ASSUMED
-        """Mean of all looks, without data until every family has been measured."""
+        """Averaged errors of all families; ASSUMED until each has been measured."""
         self._step_us = 0.0
         """Step time without a look, on the fastest rank; 0 if unknown."""
         self._looked_us = self._unpaid_us = 0.0
@@ -92,7 +91,6 @@ class ErrorLooks(Observer):
         return self._look_from
 
     def _take_in(self, look: ErrorLook, rows: Rows) -> int:
-        """Average a look, and build the table if possible. Return the steps to the next look."""
         took_us = self._slowest(look)
         self._looked_us += took_us
         if not look.is_left_out:
@@ -108,7 +106,7 @@ class ErrorLooks(Observer):
         return wait
 
     def _be_refused(self, look: ErrorLook) -> int:
-        """Return the number of steps until the next attempt. It varies, since every n-th batch may be an odd one."""
+        """Return the steps to the next attempt. They vary, because every n-th batch may be unlike the first."""
         self._refusals += 1
         if look.some_lack_room and not self._has_noted:
             self._has_noted = True

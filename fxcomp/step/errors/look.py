@@ -1,13 +1,12 @@
 """Measure compression errors on a step's gradients before any parameter changes. All ranks measure, or none.
 
-    each gradient, as it is packed   kept, with its residual
-    before the first update          ranks agree that all can measure, measure, and free the gradients
+    when a gradient is packed     keep it, with a copy of its residual
+    before the first update       if all ranks can, measure; then free the gradients
 
-Lines, updates and random numbers stay the same, so the parameters are bitwise identical to those without a look.
+Parameters are bitwise the same with and without the measurement.
 
-Compression replaces residuals, so a residual is copied when its gradient is seen, in the unit of a rank's gradient. If
-hosts sum before they compress, a rank adds its shard of the host's residual: sums over ranks are right, squares of one
-rank are not. Residuals owed by another plan are excluded.
+Residuals are scaled like a rank's gradient. If hosts sum before compression, a rank adds its shard of the host's
+residual; sums over ranks are then right, but a single rank's squares are not. Residuals of a dropped plan are excluded.
 
 Memory: all gradients at once, and a copy of the residuals.
 """
@@ -36,18 +35,18 @@ MARGIN = 1.1
 """Rounding by allocators (assumed)."""
 
 DRAWN_BYTES = 4 * 2 * 64 * 512
-"""Drawn runs of one gradient, and their concatenation."""
+"""Bytes of 64 runs of 512 elements, sampled from one gradient, and of their concatenation."""
 
 LAG = 0.8
-"""error of powersgd = (error of the best matrix of this rank) ** LAG: one step of subspace iteration per step follows
-changing gradients late. Fitted to small tasks with four workers, within 6 % (docs/benchmarks/error_tables.md).
+"""error of powersgd = (error of the best matrix of equal matrix rank) ** LAG, because one subspace iteration per step
+follows changing gradients late. Fitted to small tasks with four workers, within 6 % (docs/benchmarks/error_tables.md).
 """
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ErrorLook:
-    """One look in one step. Every rank makes one. `number` counts looks and seeds the drawn values.
+    """Measurement in one step, on every rank. `number` is its index, and seeds sampling.
 
     No rank measures unless each has `wants` set and enough memory.
     """
@@ -69,7 +68,7 @@ class ErrorLook:
         self.lacks_room = spare is not None and spare < needed_bytes(shapes)
         self._is_on = wants and not self.lacks_room
         self._seen: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-        """By parameter and start."""
+        """Gradients by parameter and first element."""
         self._left_out: dict[str, Tensor] = {}
         self.rows: Rows | None = None
         """Errors of the family, the same on all ranks; None until measured."""
@@ -78,7 +77,7 @@ class ErrorLook:
         self.some_lack_room = False
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:
-        """Keep a gradient before its compression, or the part from element `start` on."""
+        """Keep a gradient, or its part from element `start` on, before compression."""
         if not self._is_on:
             return
         with self._timed():
@@ -137,7 +136,7 @@ class ErrorLook:
 
 
 def needed_bytes(shapes: Shapes) -> int:
-    """Return the bytes of a look: gradients, residuals and temporaries."""
+    """Return the bytes of gradients, residuals and temporaries."""
     sizes = [prod(shape) for shape in shapes.values()]
     return int(MARGIN * (4 * (2 * sum(sizes) + 4 * max(sizes, default=0)) + DRAWN_BYTES * len(sizes)))
 

@@ -13,24 +13,22 @@ from fxcomp.graph.captured import Captured
 from fxcomp.step.verify.eager import EagerResult, largest
 
 FLOAT32 = 1e-4
-"""Relative to the largest element: sums in another order, as in Inductor's code (assumed)."""
+"""Tolerance relative to the largest element, for sums in another order, as in Inductor's code (assumed)."""
 
 TF32 = 1e-2
-"""Factors are rounded to 11 bits in products chosen by the library (assumed)."""
+"""Tolerance for products with factors rounded to 11 bits (assumed)."""
 
 HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Values between operators are rounded to 11 and 8 bits (assumed)."""
+"""Tolerances for values rounded to 11 and 8 bits between operators (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients, as a multiple of the relative tolerance times the largest gradient. Some gradients
-are only rounding errors.
-"""
+"""Absolute tolerance of gradients, in units of relative tolerance times largest gradient; some are only rounding."""
 
 ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
 
 UPDATE = 1e-4
-"""Relative to the largest movement: a few optimizer operators in float32, on equal inputs."""
+"""Tolerance of an update relative to its largest change: a few float32 operators on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
 """Units in the last place that a 16-bit update may differ by: fused operators round once, others more often."""
@@ -49,7 +47,7 @@ def tolerance_of(captured: Captured) -> float:
 
 
 def difference(value: Tensor, expected: Tensor, relative: float, absolute: float = 0.0) -> float | None:
-    """Return the largest difference, or None if it is noise. Non-finite values must be at the same places."""
+    """Return the largest difference, or None if within tolerance. Non-finite values must have equal positions."""
     if value.shape != expected.shape or value.dtype is not expected.dtype:
         return float("inf")
     if torch.equal(value, expected):
@@ -68,9 +66,9 @@ def difference(value: Tensor, expected: Tensor, relative: float, absolute: float
 
 
 def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[float, float] | None:
-    """Return the largest difference of two updates, and the largest movement; None for rounding.
+    """Return the largest difference of two updates and the largest change; None within tolerance.
 
-    Tolerances are relative to the movement, since a wrong learning rate moves a parameter only slightly.
+    Tolerances are relative to the change, because a wrong learning rate changes a parameter only slightly.
     """
     if torch.equal(after, expected):
         return None
@@ -88,14 +86,14 @@ def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[fl
 
 
 class Differences:
-    """First difference above noise, as a sentence."""
+    """First difference above tolerance, as a sentence."""
 
     def __init__(self, captured: Captured):
         self._captured = captured
         self.relative = tolerance_of(captured)
         self.first = ""
         self.suspects: dict[str, tuple[float, str]] = {}
-        """Gradients whose difference may be rounding, with its size and sentence."""
+        """Gradients whose difference may be rounding, with the difference and a message."""
         self._is_exact = True
         """Everything so far was bitwise equal. Integers must then be equal, too."""
 
@@ -112,8 +110,8 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or its part from element `start` on.
 
-        The tolerance allows for the largest of all gradients. A larger difference that would be noise of the largest
-        gradient makes the gradient a suspect: its terms may be larger than their sum.
+        The tolerance grows with the largest of all gradients. A difference that is too large, but within the tolerance
+        of that gradient, makes this one a suspect, because its terms may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
@@ -131,7 +129,7 @@ class Differences:
             self.suspects[name] = max((off, said), self.suspects.get(name, (0.0, "")))
 
     def judge_suspects(self, rounding: Mapping[str, float]) -> dict[str, float]:
-        """Record suspects whose difference exceeds ROUNDINGS times `rounding`. Return the tolerances."""
+        """Note suspects whose difference exceeds ROUNDINGS times `rounding`. Return the tolerances."""
         allowed = {name: ROUNDINGS * rounding.get(name, 0.0) for name in self.suspects}
         for name, (off, said) in self.suspects.items():
             if not off <= allowed[name]:
@@ -161,9 +159,9 @@ class Differences:
                 )
 
     def _off(self, value: Tensor, expected: Tensor, absolute: float = 0.0) -> float | None:
-        """Return the difference if it is above noise.
+        """Return the difference if above tolerance.
 
-        Integers may differ through noise, for example a count of correct answers.
+        Integers may differ once floats do, for example a count of correct answers.
         """
         if torch.equal(value, expected):
             return None

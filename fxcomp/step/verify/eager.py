@@ -142,7 +142,7 @@ def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tens
 def _same_hooks(model: nn.Module) -> Generator[None]:
     """Remove hooks that the loss function registers on parameters inside the context.
 
-    A parameter that had hooks before has hooks of fxcomp, which stay; capture refuses any others.
+    Earlier hooks stay: they are fxcomp's, because capture raises for any others.
     """
     places = [(p, name) for p in model.parameters() for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
     empty = [place for place in places if not getattr(*place)]
@@ -154,7 +154,7 @@ def _same_hooks(model: nn.Module) -> Generator[None]:
 
 
 def _written_into(gradient: Tensor) -> Tensor:
-    """Return a dense gradient without stride 0, since it is written to later."""
+    """Return a dense gradient without stride 0, which can be written to."""
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     return gradient.contiguous() if 0 in compat.strides(gradient) else gradient
@@ -172,7 +172,7 @@ def _apart(gradients: dict[str, Tensor], others: Sequence[Tensor]) -> dict[str, 
 
 
 def _copied(batch: Any) -> Any:
-    """Copy a batch, since a forward pass may write to it."""
+    """Copy a batch, because a forward pass may write to it."""
     copies: dict[int, Tensor] = {}
 
     def copy(leaf: Any) -> Any:
@@ -191,7 +191,6 @@ def _copied(batch: Any) -> Any:
 
 @contextmanager
 def _same_random_numbers(model: nn.Module) -> Generator[None]:
-    """Restore the generators of torch, Python and numpy."""
     devices: set[int | None] = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     state, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy is not None else None
@@ -208,7 +207,7 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
     """Restore buffers, and parameters that the forward pass writes. `after` receives the new buffers."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
-    # Versions do not show writes: batch norm writes its running statistics without counting.
+    # Not by tensor versions, because batch norm does not count its writes of running statistics.
     before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
     try:
         yield
@@ -254,7 +253,6 @@ def _places(node: Node) -> Iterator[Node]:
 
 
 def _root(node: Node) -> Node:
-    """Return the base tensor of a chain of views."""
     while compat.is_operator(node.target) and compat.is_view(node.target) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

@@ -1,7 +1,7 @@
 """Compare parameters and optimizer state between ranks in verified steps.
 
-A 32-bit checksum of all values travels with the flags that every verified step exchanges. If it differs, ranks search
-for the first differing tensor and element.
+A 32-bit checksum of all values is sent with the flags of every verified step. If it differs, ranks search for the first
+differing tensor and element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BITS = 32
 
 
 class Replicas:
-    """Values that must be equal on all ranks before a step: parameters and optimizer state."""
+    """Parameters and optimizer state, which must be equal on all ranks before a step."""
 
     def __init__(self, training: Training, ranks: Ranks) -> None:
         self._ranks, self._tensors = ranks, dict[str, Tensor]()
@@ -36,7 +36,7 @@ class Replicas:
 
     @property
     def flags(self) -> list[bool]:
-        """Bits of the checksum and their complements. A bit differs between ranks if both are set on some rank."""
+        """Bits of the checksum, then their complements. A bit differs between ranks if both are set on some ranks."""
         names = "".join(self._tensors).encode()
         digest = zlib.crc32(np.asarray(self._sums, dtype=np.int64).tobytes(), zlib.crc32(names))
         bits = [bool(digest >> place & 1) for place in range(BITS)]
@@ -53,7 +53,6 @@ class Replicas:
             )
 
     def _difference(self) -> str:
-        """Describe the first tensor and element that differ from rank 0, with both values."""
         mine = dict(zip(self._tensors, self._sums, strict=True))
         everyone = self._ranks.gather("comparing parameters", mine)
         first = everyone[0]
@@ -65,7 +64,6 @@ class Replicas:
         return f"rank 0's optimizer keeps no {missing}, and another rank's does"
 
     def _element(self, name: str, place: int) -> str:
-        """Find the first differing element by bisection."""
         there, here = self._ranks.numbers[place], self._ranks.numbers[0]
         found = self._tensors.get(name)
         sizes = self._ranks.gather("comparing sizes", None if found is None else list(found.shape))

@@ -1,16 +1,17 @@
 """Compare the update of each parameter with the user's own optimizer on a copy.
 
-Updates get the mean of the ranks' gradients. The check exchanges two numbers per parameter: a weighted sum of the mean
-is the mean of the weighted sums.
+Updates use the average of the ranks' gradients. The check exchanges two numbers per parameter, because a weighted sum
+of the average is the average of the weighted sums.
 
-If ranks exchange momenta, the update follows from formulas (docs/where_the_mean_stands.md):
+If ranks exchange momenta, the update follows from formulas (docs/where_the_mean_stands.md), with v the frozen second
+moment and d its bias-corrected root:
 
-    x = m(g) / d              payload of a rank: the mean that its optimizer makes of its own gradient
-    m <- d M                  M: shared mean, clamped to LARGEST_MEAN
-    g = (d M - m(0)) / (m(1) - m(0))    gradient from which the optimizer would make it: m is linear
-    v <- v growth             d stays the same
+    x = m(g) / d                        payload: momentum that a rank's optimizer computes from its gradient g
+    m <- d M                            M: average of payloads, clamped to LARGEST_MEAN
+    g = (d M - m(0)) / (m(1) - m(0))    gradient that gives this momentum, because m is linear
+    v <- v growth                       compensates the bias correction, so d stays the same
 
-The user's optimizer updates a copy with this gradient, and with a second moment that it turns into v.
+The user's optimizer updates a copy with this gradient and a second moment that gives v.
 """
 
 from __future__ import annotations
@@ -41,14 +42,11 @@ from fxcomp.step.verify.eager import largest
 COLUMNS = 128
 
 ROUNDING = 1e-5
-"""Relative tolerance of a weighted sum: roundings of float32 are independent.
-
-`HALF` replaces it for 16-bit gradients, which are rounded when packed and summed.
-"""
+"""Relative tolerance of a weighted sum of float32 gradients (independent roundings); `HALF` for 16-bit gradients."""
 
 
 class Means:
-    """Weighted sums of local gradients, then of their mean."""
+    """Weighted sums of local gradients, then of their average."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -126,7 +124,7 @@ class UpdateCheck:
         self._fresh = {owner.name for owner in recorded if is_fresh(owner)}
         """Parameters before their first update."""
         self._states = {o.name: copied(o.state) for o in recorded if may_change(o.state)}
-        """States that the step might replace, as they were before."""
+        """Copies of states that the step may replace."""
         self._shadows = {id(each): shadow_of(each) for each in training.optimizers}
         self._owners = {id(owner.parameter): owner for owner in training.owned}
         self._versions = {name: p._version for name, p in training.model.named_parameters()}
@@ -141,11 +139,11 @@ class UpdateCheck:
         self.expected: dict[str, Tensor] = {}
         """Gradients that should reach the updates, with one rank."""
         self.means = Means(training.device)
-        """Mean gradients, with several ranks and without compression."""
+        """Averaged gradients, with several ranks and without compression."""
         self.largest = 0.0
         """Largest magnitude of all expected gradients."""
         self.rounding: Mapping[str, float] = {}
-        """Tolerance of gradients that are only rounding."""
+        """Additional tolerance of gradients, from estimated rounding errors."""
         self.wrong: str = ""
         self.updated = 0
 
@@ -244,7 +242,7 @@ class UpdateCheck:
             self._count(owner)
 
     def as_sent(self, name: str, sent: Tensor, gradient: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return the sent and the expected gradient, in eager's unit. `gradient` is eager's."""
+        """Return the sent value and the value expected from eager's `gradient`, in the same unit."""
         moved = self._moved.get(name)
         if moved is None:
             return sent, gradient
@@ -272,15 +270,15 @@ class UpdateCheck:
         return {"": value, **step_alone(shadow, stand_in, plain_options(owner.options), state)}
 
     def _own_mean(self, moved: MovedState, owner: Owned, before: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
-        """Return the mean that a rank makes of its own gradient."""
+        """Return the momentum that the optimizer computes from a rank's own gradient."""
         return self.step_own(owner, owner.state, before, gradient)[moved.mean]
 
     def _moved_update(
         self, moved: MovedState, owner: Owned, given: Mapping[str, Tensor], shared: Tensor
     ) -> dict[str, Any]:
-        """Return the parameter, with key "", and its state after an update with the shared mean.
+        """Return the parameter, with key "", and its state after an update with the average `shared`.
 
-        Computed in double precision, since squares of a jumping gradient far exceed the frozen second moment.
+        Computed in double precision, because squares of a gradient can far exceed the frozen second moment.
         """
         state, key = owner.state, moved.magnitude
         before = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}

@@ -141,7 +141,6 @@ class Verification:
         shown.on_gradient, shown.on_update = self._on_gradient, self._on_update
 
     def _run_eagerly(self, batch: Any) -> EagerResult | None:
-        """Run eager PyTorch; return None if it lacks memory or raises."""
         try:
             return run_eagerly(self._training, self._program.captured, batch, self._seed())
         except compat.OUT_OF_MEMORY:
@@ -238,7 +237,7 @@ class Verification:
     # Updates
 
     def _watch_arrivals(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an update region to add up the squares of its averaged buckets, if gradients are clipped by norm."""
+        """Wrap an update region to sum the squares of its averaged buckets, if gradients are clipped by norm."""
         places = self._places_of_buckets().get(name, ()) if self._training.max_grad_norm is not None else ()
         if not places:
             return run
@@ -296,6 +295,5 @@ def _added(gradient: Tensor, waited: Tensor) -> Tensor:
 
 
 def _is_bucket(node: torch.fx.Node) -> bool:
-    """Return True if the value is a bucket of gradients from other ranks."""
     known = info(node)
     return known.role in (Role.WAIT, Role.DECOMPRESS, Role.COPY) and known.bucket is not None
