@@ -64,26 +64,17 @@ CHAPTERS = (
             ),
             Shape(
                 "One shot between hosts",
-                "Dense inside hosts, compressed between them. On two hosts, two shots do not send fewer bytes.",
+                "Dense inside hosts, compressed between them. On two hosts, two shots do not send fewer bytes. A linear"
+                " compressor can compress the gradient once, first, and the network sums its payloads at all levels.",
                 "reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra",
             ),
             Shape(
                 "Two shots between hosts, payloads forwarded",
                 "Payloads from other hosts are forwarded inside the host and decompressed once, at the end. This"
-                " sends less than one shot from three hosts on.",
+                " sends less than one shot from three hosts on. Where links inside hosts are slow, sums inside them can be"
+                " compressed too, with one more error and one more residual.",
                 "reduce_scatter@intra > compress(int4)@gpu > all_to_all@inter > decompress@gpu > compress(int8)@gpu"
                 " > all_gather@inter > all_gather@intra > decompress@gpu",
-            ),
-            Shape(
-                "Linear payloads, all the way",
-                "The gradient is compressed once, and the network sums its payload at all levels.",
-                "compress(bf16)@gpu > reduce_scatter@intra > all_reduce@inter > all_gather@intra > decompress@gpu",
-            ),
-            Shape(
-                "Compressed inside hosts too",
-                "For slow links inside hosts. Each sum is compressed again: one more error and one more residual.",
-                "compress(int8)@gpu > all_to_all@intra > decompress@gpu > compress(int4)@gpu > all_to_all@inter"
-                " > decompress@gpu > compress(int8)@gpu > all_gather@inter > all_gather@intra > decompress@gpu",
             ),
         ),
     ),
@@ -111,14 +102,8 @@ CHAPTERS = (
         " ranks, which form one rack.",
         (
             Shape(
-                "Dense",
-                "A rack's uplink carries the bucket once.",
-                "reduce_scatter@intra > reduce_scatter@rack > all_reduce@racks > all_gather@rack > all_gather@intra",
-                "2x2x2",
-            ),
-            Shape(
                 "One shot between racks",
-                "Compressed where the link is slowest, dense below.",
+                "Compressed where the link is slowest, dense below. A rack's uplink carries a bucket once.",
                 "reduce_scatter@intra > reduce_scatter@rack > compress(int4)@gpu > all_gather@racks > decompress@gpu"
                 " > all_gather@rack > all_gather@intra",
                 "2x2x2",
