@@ -55,7 +55,8 @@ CHAPTERS = (
         "Host by host",
         "Links inside a host are fast; the uplink between hosts is slow and shared. So the ranks of a host sum their"
         " gradients first. Each rank then has a shard of the host's sum, and exchanges it with the ranks at the same"
-        " place in the other hosts. The uplink carries the bucket once per host.",
+        " place in the other hosts. The uplink carries the bucket once per host. With racks, the sum goes on inside racks"
+        " (`reduce_scatter@rack`), and the exchange between racks (`@racks`) can be compressed.",
         (
             Shape(
                 "Dense",
@@ -93,20 +94,6 @@ CHAPTERS = (
                 "Two ranks on one host, one on the other. The first ranks of the hosts exchange payloads.",
                 "reduce@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > broadcast@intra",
                 "2+1",
-            ),
-        ),
-    ),
-    Chapter(
-        "Rack by rack",
-        "Sum inside hosts, then inside racks, and only then between racks. The pictures show the first four of eight"
-        " ranks, which form one rack.",
-        (
-            Shape(
-                "One shot between racks",
-                "Compressed where the link is slowest, dense below. A rack's uplink carries a bucket once.",
-                "reduce_scatter@intra > reduce_scatter@rack > compress(int4)@gpu > all_gather@racks > decompress@gpu"
-                " > all_gather@rack > all_gather@intra",
-                "2x2x2",
             ),
         ),
     ),
