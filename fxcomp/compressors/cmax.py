@@ -77,7 +77,7 @@ class CMax(Compressor):
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,
         passes=2,
-        parameters=(Parameter("chunk", "values of which one is sent, a power of two", 2, 128),),
+        parameters=(Parameter("chunk", "one value is sent of each chunk of this length, a power of two", 2, 128),),
         grain="chunk",
         use="Momenta instead of gradients, on slow links, in two shots.",
         avoid="Gradients before Adam.",
