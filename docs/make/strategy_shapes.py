@@ -55,8 +55,8 @@ CHAPTERS = (
         "Host by host",
         "Links inside a host are fast; the uplink between hosts is slow and shared. So the ranks of a host sum their"
         " gradients first. Each rank then has a shard of the host's sum, and exchanges it with the ranks at the same"
-        " place in the other hosts. The uplink carries the bucket once per host. With racks, the sum goes on inside racks"
-        " (`reduce_scatter@rack`), and the exchange between racks (`@racks`) can be compressed.",
+        " place in the other hosts. The uplink carries the bucket once per host. With racks, the sum goes on inside"
+        " racks (`reduce_scatter@rack`), and the exchange between racks (`@racks`) can be compressed.",
         (
             Shape(
                 "Dense",
@@ -72,8 +72,8 @@ CHAPTERS = (
             Shape(
                 "Two shots between hosts, payloads forwarded",
                 "Payloads from other hosts are forwarded inside the host and decompressed once, at the end. This"
-                " sends less than one shot from three hosts on. Where links inside hosts are slow, sums inside them can be"
-                " compressed too, with one more error and one more residual.",
+                " sends less than one shot from three hosts on. Where links inside hosts are slow, sums inside them can"
+                " be compressed too, with one more error and one more residual.",
                 "reduce_scatter@intra > compress(int4)@gpu > all_to_all@inter > decompress@gpu > compress(int8)@gpu"
                 " > all_gather@inter > all_gather@intra > decompress@gpu",
             ),
