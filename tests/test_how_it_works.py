@@ -72,7 +72,6 @@ def listings() -> dict[str, str]:
         "bucket_gradients": changed(dumps["label_gradients"], dumps["bucket_gradients"]),
         "lower_strategies": changed(dumps["bucket_gradients"], dumps["lower_strategies"]),
         "thread_state": changed(dumps["lower_strategies"], dumps["thread_state"]),
-        "order_for_overlap": inner(dump(program.graph)),
         "source": program.source,
     }
 
@@ -85,10 +84,6 @@ def changed(before: str, after: str) -> str:
 
 def costly(text: str) -> str:
     return elided(text, lambda line: " us " in line)
-
-
-def inner(text: str) -> str:
-    return elided(text, lambda line: " input " not in line)
 
 
 def elided(text: str, shown: Callable[[str], bool]) -> str:

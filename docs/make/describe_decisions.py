@@ -87,12 +87,6 @@ A task starts when its stream is free and its predecessors are done. The fastest
 
 """
 
-ARITHMETIC_WORDS = """
-All times are in µs. A bucket is *on the wire from* the moment when it is packed and started and the previous bucket has
-left the link.
-
-"""
-
 DENSE_END = """
 The last bucket arrives at {arrived:,.0f} µs and its update takes {update:,.0f} µs, so the step ends at {end:,.0f} µs.
 Compute is busy for {busy:,.0f} µs and waits for {exposed:,.0f} µs. This wait is *exposed*: no plan can save more.
@@ -132,8 +126,7 @@ A step is at least as long as the work of each stream, and as each weighted mean
 as cheaply as the error budget allows. The best of these lower bounds is {bound:,.0f} µs for all plans of the mode.
 The chosen step is {gap:.1f} % longer. The report prints this gap for every chosen plan.
 
-The bound is proved but seldom reached. A job this small can be solved exactly (`tests/helpers/optimum/oracle.py`):
-after {looked_at:,} partial plans, the best plan takes {best:,.0f} µs, {verdict}.
+A job this small can be solved exactly: the best plan takes {best:,.0f} µs, {verdict}.
 """
 
 
@@ -227,7 +220,7 @@ def _dense(choice: Choice) -> str:
         plan=_drawn(choice.fastest),
     )
     words = DENSE_WORDS.format(buckets=f"{len(choice.dense.buckets)} buckets")
-    return words + _drawn(choice.dense) + ARITHMETIC_WORDS + _arithmetic(choice.dense, timeline) + end
+    return words + _drawn(choice.dense) + end
 
 
 def _drawn(plan: Plan) -> str:
@@ -235,24 +228,6 @@ def _drawn(plan: Plan) -> str:
     buckets = "\n".join(f"bucket {k}: {', '.join(each.names)}: {each.strategy}" for k, each in enumerate(plan.buckets))
     drawing = "\n".join([*draw_timeline(timeline, WIDTH), "", f"  {legend([timeline])}"])
     return f"```text\n{buckets}\n\n{drawing}\n```\n"
-
-
-def _arithmetic(plan: Plan, timeline: Timeline) -> str:
-    """Write the start and end of each bucket's tasks, in µs."""
-    rows: list[str] = []
-    for k, bucket in enumerate(plan.buckets):
-        mine = [span for span in timeline.spans if span.task.name.split()[-1] == str(k)]
-        (sent,) = [span for span in mine if span.task.stream in WIRES]
-        size = sent_by(bucket, CLUSTER, WORKLOAD.shapes)[0].size
-        update = next(span for span in mine if _is(span, "update"))
-        before_wire = next(span for span in mine if _is(span, "start"))
-        rows.append(
-            f"| {k} | {next(span for span in mine if _is(span, 'pack')).start_us:,.0f} | {before_wire.end_us:,.0f} "
-            f"| {sent.start_us:,.0f} | {size:,} | {sent.task.duration_us:,.0f} | {sent.end_us:,.0f} "
-            f"| {update.end_us:,.0f} |"
-        )
-    head = "| bucket | complete | started | on the wire from | bytes | wire | arrived | updated |"
-    return table(head, rows)
 
 
 def _is(span: Span, what: str) -> bool:
@@ -314,7 +289,6 @@ def _bound(choice: Choice) -> str:
     return BOUND.format(
         bound=bound,
         gap=100 * (choice.fastest_us / bound - 1),
-        looked_at=best.looked_at,
         best=best.step_us,
         verdict="which is the plan above" if off < EXACT else f"and the search's is {off:.2%} longer",
     )

@@ -90,18 +90,10 @@ BROKEN = (
     "compress(int8) > all_reduce@world > decompress",
     "all_reduce@world > all_reduce@inter",
     "reduce_scatter@intra > all_reduce@inter",
-    "reduce_scatter@intra > all_gather@intra > all_reduce@inter",
     "all_gather@world",
-    "all_to_all@world > all_gather@world",
     "compress(int8) > decompress > all_reduce@world",
-    "compress(int8) > compress(int4) > all_gather@world > decompress",
     "compress(bf16) > all_to_all@intra > all_reduce@inter > all_gather@intra > decompress",
-    "propose(int8) > all_reduce@world > compress(int8) > all_gather@world > decompress",
     "compress(powersgd(4)) > all_reduce@world > decompress",
-    "propose(powersgd(4)) > compress(powersgd(4)) > all_reduce@world > decompress",
-    "propose(powersgd(4)) > all_reduce@world > compress(powersgd(4)) > reduce_scatter@world > all_gather@world"
-    " > decompress",
-    "propose(powersgd(4)) > all_reduce@intra > compress(powersgd(4)) > all_reduce@world > decompress",
     "reduce_scatter@intra > propose(powersgd(4)) > all_reduce@inter > compress(powersgd(4)) > all_reduce@inter"
     " > decompress > all_gather@intra",
 )

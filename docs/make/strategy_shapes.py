@@ -55,7 +55,8 @@ CHAPTERS = (
         "Host by host",
         "Links inside a host are fast; the uplink between hosts is slow and shared. So the ranks of a host sum their"
         " gradients first. Each rank then has a shard of the host's sum, and exchanges it with the ranks at the same"
-        " place in the other hosts. The uplink carries the bucket once per host.",
+        " place in the other hosts. The uplink carries the bucket once per host. With racks, the sum goes on inside"
+        " racks (`reduce_scatter@rack`), and the exchange between racks (`@racks`) can be compressed.",
         (
             Shape(
                 "Dense",
@@ -64,26 +65,17 @@ CHAPTERS = (
             ),
             Shape(
                 "One shot between hosts",
-                "Dense inside hosts, compressed between them. On two hosts, two shots do not send fewer bytes.",
+                "Dense inside hosts, compressed between them. On two hosts, two shots do not send fewer bytes. A linear"
+                " compressor can compress the gradient once, first, and the network sums its payloads at all levels.",
                 "reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra",
             ),
             Shape(
                 "Two shots between hosts, payloads forwarded",
                 "Payloads from other hosts are forwarded inside the host and decompressed once, at the end. This"
-                " sends less than one shot from three hosts on.",
+                " sends less than one shot from three hosts on. Where links inside hosts are slow, sums inside them can"
+                " be compressed too, with one more error and one more residual.",
                 "reduce_scatter@intra > compress(int4)@gpu > all_to_all@inter > decompress@gpu > compress(int8)@gpu"
                 " > all_gather@inter > all_gather@intra > decompress@gpu",
-            ),
-            Shape(
-                "Linear payloads, all the way",
-                "The gradient is compressed once, and the network sums its payload at all levels.",
-                "compress(bf16)@gpu > reduce_scatter@intra > all_reduce@inter > all_gather@intra > decompress@gpu",
-            ),
-            Shape(
-                "Compressed inside hosts too",
-                "For slow links inside hosts. Each sum is compressed again: one more error and one more residual.",
-                "compress(int8)@gpu > all_to_all@intra > decompress@gpu > compress(int4)@gpu > all_to_all@inter"
-                " > decompress@gpu > compress(int8)@gpu > all_gather@inter > all_gather@intra > decompress@gpu",
             ),
         ),
     ),
@@ -102,26 +94,6 @@ CHAPTERS = (
                 "Two ranks on one host, one on the other. The first ranks of the hosts exchange payloads.",
                 "reduce@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > broadcast@intra",
                 "2+1",
-            ),
-        ),
-    ),
-    Chapter(
-        "Rack by rack",
-        "Sum inside hosts, then inside racks, and only then between racks. The pictures show the first four of eight"
-        " ranks, which form one rack.",
-        (
-            Shape(
-                "Dense",
-                "A rack's uplink carries the bucket once.",
-                "reduce_scatter@intra > reduce_scatter@rack > all_reduce@racks > all_gather@rack > all_gather@intra",
-                "2x2x2",
-            ),
-            Shape(
-                "One shot between racks",
-                "Compressed where the link is slowest, dense below.",
-                "reduce_scatter@intra > reduce_scatter@rack > compress(int4)@gpu > all_gather@racks > decompress@gpu"
-                " > all_gather@rack > all_gather@intra",
-                "2x2x2",
             ),
         ),
     ),

@@ -47,11 +47,11 @@ class CostTable:
     `aten.mm f32[512,384] f32[384,384]`; `roofline` prices other operations. `collectives`, keyed by topology as
     `all_reduce@4x1`, win over the cluster's links. `transport` is collectives' processor time, `contention` a factor on
     it and `overlap_speed` a collective's relative speed during compute, both fitted to the job's steps. `launch_us` is
-    the time to start a collective. `compressors` are keyed by text, device
-    and threads, `int8@cpu*2`; `threads` is their limit. `pack_gb_per_s` is the rate of filling buckets, `copy_gb_per_s`
-    between host and device, `processors` are a rank's. `feed_us` is a step's time outside its nodes, `host_us` the
-    host's time hidden by a device, where `feed_us` is 0. `error` is the prediction's relative error, `compute_error` is
-    added for estimated compute, `estimate` is the source of estimates.
+    the time to start a collective. `compressors` are keyed by text, device and threads, `int8@cpu*2`; `threads` is
+    their limit. `pack_gb_per_s` is the rate of filling buckets, `copy_gb_per_s` between host and device, `processors`
+    are a rank's. `feed_us` is a step's time outside its nodes, `host_us` the host's time hidden by a device, where
+    `feed_us` is 0. `error` is the prediction's relative error, `compute_error` is added for estimated compute,
+    `estimate` is the source of estimates.
     """
 
     hardware: str = "unknown"
