@@ -110,8 +110,7 @@ values of each rank after a step: whose gradients, and a bar for the part of the
     abcd ▒▒▒▒     a payload of the sum of all four
 
 *rank* and *uplink* are the bytes that the busiest rank sends, and that the busiest host sends to other hosts, as shares
-of the bucket's dense bytes. A dense ring sends {ring:.2f}. all_reduce is a ring; other collectives send directly from
-rank to rank, as over gloo. *Latencies* count rounds of dependent messages: one for a direct collective, 2(p - 1) for a
+of the bucket's dense bytes. all_reduce is a ring ({ring:.2f} dense); other collectives send directly, as over gloo. *Latencies* count rounds of dependent messages: one for a direct collective, 2(p - 1) for a
 ring of p ranks. *Error* is |applied - mean|² / |mean|² for independent Gaussian gradients without error feedback. With
 error feedback, each compression has a *slot* with a residual. The residuals of all ranks, times their *weights*, sum to
 the part that the mean still lacks.
