@@ -8,6 +8,7 @@ again          by the current links
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -71,8 +72,11 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     times_us = (us for on in mine for us in (on.step_us, on.compute_us))
     everyone = ranks.gather("the times of the first steps", [feed_us + mine[0].between_us, *times_us, mine[0].wait_us])
     slowest = max(everyone, key=lambda each: each[2])
-    factor = slowest[2] / mine[0].compute_us if mine[0].compute_us else 1.0
-    held, overlapped = (on.times(factor, max(each[1 + 2 * k] for each in everyone)) for k, on in enumerate(mine))
+    slowed_us = statistics.fmean(each[4] - each[2] for each in everyone)  # the median of one rank is noisy
+    held, overlapped = (
+        on.times(us / on.compute_us if on.compute_us else 1.0, max(each[1 + 2 * k] for each in everyone))
+        for k, (on, us) in enumerate(zip(mine, (slowest[2], slowest[2] + slowed_us), strict=True))
+    )
     priced = annotate_costs(clone(program.graph), costs, site.cluster).graph.nodes
     node_us = {node.name: info(node).cost_us or 0.0 for node in priced}  # used if no step ran one by one
     node_us |= {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
