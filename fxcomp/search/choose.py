@@ -66,7 +66,6 @@ class Choice:
     bf16_us: float
     """Step time with bf16 everywhere: the faster of flat and hierarchical."""
     free_us: float
-    """Step time without communication."""
     error: float
     """Expected relative error of a predicted step time."""
     alternatives: tuple[tuple[Alternative, ...], ...]

@@ -46,7 +46,6 @@ class Gradient:
 
     @property
     def is_vector(self) -> bool:
-        """True if the parameter has at most one dimension."""
         return len(self.shape) <= 1
 
     def part(self, extent: range, *, bears_update: bool) -> Gradient:
@@ -78,7 +77,6 @@ class Workload:
     """Bytes of the buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
-    """Time to copy buffers back."""
     host_us: float = 0.0
     """Host time to launch the step, overlapped with the device's work."""
 
