@@ -44,8 +44,8 @@ class BucketLine(NamedTuple):
     stream: Stream
     """Stream that runs the operation, or starts a collective."""
     size: int
-    """Bytes that determine the price. Pack and cast: mean of read and written. Copy and turn: moved. Gather: one rank's
-    part. Other collectives: the whole. Others: the result.
+    """Bytes that determine the price. Pack and cast: mean of read and written. Copy and turn (reordering): moved.
+    Gather: one rank's part. Other collectives: the whole. Others: the result.
     """
     leg: Leg | None = None
     of: Encode | None = None

@@ -37,8 +37,9 @@ from fxcomp.plan.kinds import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """Levels of a hierarchical strategy: dense sums over `inner`, innermost first, then `outermost`. `rooted`: the
-    first rank of each group gets the whole sum, which uneven hosts need.
+    """Levels of a hierarchical strategy: dense sums over `inner`, innermost first, then `outermost`.
+
+    `rooted`: the first rank of each group gets the whole sum, which uneven hosts need.
     """
 
     inner: tuple[Level, ...]
@@ -117,7 +118,7 @@ class Strategy:
 
     @property
     def pool_takes_arrivals(self) -> bool:
-        """True if the pool runs the last collective and decompresses its result, so that the main thread does not wait."""
+        """True if the pool runs the last collective and decompresses its result; the main thread does not wait."""
         sent = [step.device for stage in self.stages[:-1] for step in stage if not isinstance(step, Collective)]
         arrived = [step.device for step in self.stages[-1] if not isinstance(step, Collective)]
         return sent[-1:] == [Device.CPU] and arrived[:1] == [Device.CPU]

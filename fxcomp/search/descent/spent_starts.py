@@ -108,7 +108,7 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
 
     end(j, e) is when the buckets of cells before j end with error e, in one queue. The first start counts only wire
     time, the second adds compute. A descent keeps the limit at each change, so it cannot compress several layers less
-    to compress a slow layer more.
+    and one slow layer more.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]
