@@ -145,7 +145,7 @@ class _Walk:
     # Compressing
 
     def _dealt_later(self, number: int) -> list[Collective]:
-        """Return the splits of a payload before it is decoded: each part is a payload of its own."""
+        """Return the splits of a payload before it is decoded. Each part must be compressed as a separate payload."""
         found: list[Collective] = []
         for step in self.strategy.steps[number + 1 :]:
             if isinstance(step, Decompress):

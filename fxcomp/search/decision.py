@@ -30,7 +30,7 @@ class Raced:
     last_step: int
     """Steps done at the end of the race."""
     cost_ms: float
-    """Time beyond the winner's for as many steps, in ms."""
+    """Time of the race minus the time of the same number of steps under the winner, in ms."""
 
     @property
     def stays(self) -> Runner:

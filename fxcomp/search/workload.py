@@ -27,7 +27,7 @@ class Gradient:
     own_us: float = 0.0
     """Time to update this rank's own momentum, if momenta are exchanged."""
     moved_us: float = 0.0
-    """The optimizer's time if momenta are exchanged, instead of `update_us`."""
+    """Replaces `update_us` if momenta are exchanged."""
     joined_bytes: int = 0
     """Bytes copied into one tensor before the update: the whole gradient, in its last part."""
 

@@ -164,8 +164,8 @@ class PlanSearch:
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
         """List the starts whose steps may be shorter than `us`.
 
-        Prices include the usual rounding of shards, which very small buckets lack: every start that is fast without it
-        is listed, and the fastest few of the exactly priced ones.
+        Prices include an average rounding of shards. If it matters, as in small buckets, a start is listed if it is
+        fast without it.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)

@@ -1,6 +1,6 @@
-"""Effort of a search, kicks out of local minima, and starts that use an error limit well.
+"""Effort of a search, kicks out of local minima, and starts that use up an error limit (spent starts).
 
-A kick is a change that no descent step makes. A spent start comes from a dynamic program.
+A kick is a change that no descent step makes. A dynamic program finds the spent starts.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
 A `BucketWriter` writes the tasks of one large bucket, with a `_Recorder` as cost table. Sizes are proportional to a
-feature that adds up over gradients. The largest shard is larger, because borders are rounded to a compressor's blocks:
-by the mean over odd-sized buckets.
+feature that adds up over gradients. The largest shard exceeds its proportion, because borders are rounded to a
+compressor's blocks; the mean excess over odd-sized buckets is added.
 """
 
 from __future__ import annotations
