@@ -1,8 +1,8 @@
-"""Find the fastest plan of a workload: uniform starts, a descent from the best of them, then a descent in full.
+"""Find the fastest plan of a workload: uniform starts, a descent from the best of them, then a descent in finer cells.
 
 Every start has one bucket size and one strategy, so no uniform plan is predicted to be faster than the result. The
 descent changes one bucket at a time, then two (csrc/search.cpp). Of equally fast plans the smallest error wins.
-Thousands of gradients are first joined into 64 cells.
+The first descent joins thousands of gradients into 64 cells, the second has a cell for each atom (`atoms.py`).
 """
 
 from __future__ import annotations

@@ -20,16 +20,16 @@ class Effort(NamedTuple):
     starts: int
     first: Limits
     improved: int
-    """Results to improve further, two changes at a time."""
+    """Number of results to improve further, two changes at a time."""
     then: Limits
     in_full: Limits
     """Limits with one cell per atom, for the best result and `improved` starts."""
     kicked: Limits
     rounds: int
     tails: int
-    """Options tried in kicks for the end of the last bucket."""
+    """Number of options that kicks try for the end of the last bucket."""
     prices: int
-    """Prices of error to try."""
+    """Number of prices of error to try."""
 
 
 ALONE = Effort(
