@@ -106,9 +106,9 @@ def group_timeout() -> timedelta:
 
 
 def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: int | None) -> Any:
-    """Make a process group, numbered `name` instead of torch's count if given.
+    """Make a process group. An integer `name` replaces torch's group count in the group's name.
 
-    With `name`, ranks outside the group need not call it.
+    With `name`, only ranks of the group need to call this function.
     """
     world = dist.distributed_c10d._world
     counted = world.group_count

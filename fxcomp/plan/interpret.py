@@ -127,7 +127,7 @@ class Standing:
     """State of a bucket between two steps."""
 
     summed: frozenset[Axis] = frozenset()
-    """Axes summed over, or gathered as payloads that decode to one sum."""
+    """Axes over which values are summed, or payloads are gathered that decode to the sum."""
     splits: tuple[Collective, ...] = ()
     compressor: Compressor | None = None
     has_traveled: bool = False

@@ -63,8 +63,8 @@ def is_alike(us: float, other_us: float) -> bool:
 def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
     """Add the measured costs of dense steps on the slowest rank to a table.
 
-    Every rank calls it with its HELD and OVERLAPPED steps and the time around a step. Operators are assumed to have the
-    same share of compute on all ranks.
+    Every rank calls it with its HELD and OVERLAPPED steps, and `feed_us`, the time before a step's program. Operators
+    are assumed to have the same share of compute on all ranks.
     """
     ranks, program = site.ranks, steps[0].program
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
@@ -123,7 +123,7 @@ class Planner:
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
         """Choose by given or measured costs, or the dense plan provisionally.
 
-        If plans may race in a whole step (`is_whole`: with its optimizer), start with an earlier job's costs, or dense.
+        If the step includes its optimizer (`is_whole`) and plans may race, start with an earlier job's costs, or dense.
         Raises BadPlan or BadOption if a given plan or pins do not fit.
         """
         compress = self.options.compress
@@ -145,7 +145,7 @@ class Planner:
         return replace(found, is_remembered=is_remembered)
 
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
-        """Choose by timed dense steps and the time around one. Every rank calls it.
+        """Choose by timed dense steps, and `feed_us` before a step's program. Every rank calls it.
 
         If a rank could not time any, `steps` is empty on all, and the costs of the machine and the links decide.
         """
@@ -195,7 +195,7 @@ class Planner:
         return replace(decision, workload=workload)
 
     def links_are_as_they_were(self, costs: CostTable, dense_bytes: int) -> bool:
-        """Return whether an all_reduce of all gradients takes about its time in the table. Every rank calls it."""
+        """Return whether an all_reduce of all gradients takes about as long as `costs` predict. Every rank calls it."""
         assert isinstance(self.site.transport, Groups), "several ranks have groups"
         timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
         what = CollectiveKind.ALL_REDUCE, Level.WORLD, min(max(4, dense_bytes), LARGEST_FROM_DEVICE)
@@ -267,7 +267,7 @@ def plan_as_given(
     cluster: Cluster,
     at: ExchangePoint = ExchangePoint.GRADIENT,
 ) -> Plan:
-    """Build the user's plan, whose gradients end whole. Raises BadPlan."""
+    """Build the user's plan. Raises BadPlan, also if a rank would end with a shard."""
     made = _made_as_given(plan, workload, costs, cluster)
     return made if at is ExchangePoint.GRADIENT else made.at_momenta()
 

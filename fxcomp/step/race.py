@@ -47,8 +47,8 @@ LONGEST = 48
 """Maximum length of a race, in steps."""
 
 FAR = 2.0
-"""A runner does not run if it is predicted to take more than twice as long as the best one so far is measured, and
-predicted, to take. Predictions err by less.
+"""A runner does not run if its predicted time is more than twice both the best runner's measured and predicted times.
+Predictions err by less.
 """
 
 SPREAD = 0.05

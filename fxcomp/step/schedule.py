@@ -246,7 +246,7 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the plan of a state that as many ranks saved without a running or scheduled race.
+        """Follow the plan of a loaded state that the same number of ranks saved, with no race running or scheduled.
 
         Do nothing if a step has run, if the plan does not fit, or if the job does not begin dense. Every rank calls it.
         """

@@ -75,7 +75,7 @@ class Shard:
 
     segments: tuple[int, ...]
     workers: list[Replica]
-    """Replicas, one per rank, for the rank's own gradient."""
+    """Each rank's state for encoding its own gradient."""
     owner: Replica
     """State of the rank that encodes the mean. Its residual has the scale of the mean."""
 

@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a plan, in elements: its error, and the number of elements whose strategy is bursty."""
+    """Limits of a plan, in elements: error, and elements with bursty strategies (rare large values)."""
 
     lost: float = math.inf
     bursting: float = math.inf

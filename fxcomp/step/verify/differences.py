@@ -22,7 +22,7 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Tolerances for values rounded to 11 and 8 bits between operators (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients, in units of relative tolerance times largest gradient; some are only rounding."""
+"""Absolute tolerance of gradients / (relative tolerance · largest gradient). Some gradients are only rounding."""
 
 ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
@@ -110,8 +110,8 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or its part from element `start` on.
 
-        The tolerance grows with the largest of all gradients. A difference that is too large, but within the tolerance
-        of that gradient, makes this one a suspect, because its terms may be larger than their sum.
+        A difference that exceeds this gradient's tolerance, but not that of the largest of all gradients, makes it a
+        suspect: it may be rounding, because a gradient's terms may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
