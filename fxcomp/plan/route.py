@@ -145,11 +145,7 @@ class _Walk:
     # Compressing
 
     def _dealt_later(self, number: int) -> list[Collective]:
-<<<<<<< HEAD
-        """Return the collectives that split a payload before it is decoded; each part is a separate payload."""
-=======
         """Return the splits of a payload before it is decoded. Each part must be compressed as a separate payload."""
->>>>>>> wt-r2
         found: list[Collective] = []
         for step in self.strategy.steps[number + 1 :]:
             if isinstance(step, Decompress):

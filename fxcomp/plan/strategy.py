@@ -118,11 +118,7 @@ class Strategy:
 
     @property
     def pool_takes_arrivals(self) -> bool:
-<<<<<<< HEAD
-        """True if the pool runs the last collective and decompresses its result; the main thread does not wait."""
-=======
         """True if the pool launches the last collective and decompresses its result: the main thread does not wait."""
->>>>>>> wt-r2
         sent = [step.device for stage in self.stages[:-1] for step in stage if not isinstance(step, Collective)]
         arrived = [step.device for step in self.stages[-1] if not isinstance(step, Collective)]
         return sent[-1:] == [Device.CPU] and arrived[:1] == [Device.CPU]

@@ -3,15 +3,9 @@
     embedding.weight   38 MB of 60     4 atoms, whole rows each
     fc.weight           2 MB           1 atom
 
-<<<<<<< HEAD
-A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket without overlap.
-If its stages take S in total and M at most, and each message adds o, C chunks take S/C + (C-1)/C · M + C · o. Four
-chunks save three quarters of the possible time; more slow the search down. The search joins atoms again if messages are
-=======
 A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
 not overlap. If all stages take S, the longest stage M and a message o, C chunks take S/C + (C-1)/C · M + C · o. Four
 chunks save three quarters of the possible time; more slow the search down. The search joins atoms if messages are
->>>>>>> wt-r2
 expensive.
 """
 
@@ -33,11 +27,7 @@ LARGE_SHARE = 0.25
 """Fraction of all bytes below which a gradient is not cut."""
 
 CHUNK = 4 << 20
-<<<<<<< HEAD
-"""Bytes of a chunk; more if there would be more than MOST chunks."""
-=======
 """Bytes of a chunk, unless more than MOST chunks result."""
->>>>>>> wt-r2
 
 MOST = 4
 

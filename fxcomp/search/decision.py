@@ -30,11 +30,7 @@ class Raced:
     last_step: int
     """Steps done at the end of the race."""
     cost_ms: float
-<<<<<<< HEAD
-    """Time beyond the winner's for the same number of steps, in ms."""
-=======
     """Time of the race minus the time of the same number of steps under the winner, in ms."""
->>>>>>> wt-r2
 
     @property
     def stays(self) -> Runner:

@@ -38,11 +38,7 @@ class Pinned:
     lost: float = 0.0
     """Largest possible error of the pinned gradients, in elements."""
     bursting: float = 0.0
-<<<<<<< HEAD
-    """Largest possible number of pinned elements with bursty strategies (`Terms.bursts`)."""
-=======
     """Largest number of their elements under bursty strategies (rare large values)."""
->>>>>>> wt-r2
     strand_of: dict[str, PinnedStrand] = field(default_factory=dict[str, PinnedStrand])
 
     @classmethod

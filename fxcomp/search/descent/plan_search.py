@@ -1,16 +1,8 @@
-<<<<<<< HEAD
-"""Find the fastest plan of a workload by descent from uniform plans.
-
-Every start has one bucket size and one strategy, so no uniform plan is predicted to be faster than the result. The
-descent changes one bucket at a time, then two (csrc/search.cpp). The smaller error decides between equally fast plans.
-Gradients are first joined into at most 64 cells.
-=======
 """Find the fastest plan of a workload: uniform starts, a descent from the best of them, then a descent in finer cells.
 
 Every start has one bucket size and one strategy, so no uniform plan is predicted to be faster than the result. The
 descent changes one bucket at a time, then two (csrc/search.cpp). Of equally fast plans the smallest error wins.
 The first descent joins thousands of gradients into 64 cells, the second has a cell for each atom (`atoms.py`).
->>>>>>> wt-r2
 """
 
 from __future__ import annotations
@@ -171,13 +163,8 @@ class PlanSearch:
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
         """List the starts whose steps may be shorter than `us`.
 
-<<<<<<< HEAD
-        Prices include an average rounding of shards to a compressor's blocks. If it matters, starts are compared
-        without it.
-=======
         Prices include an average rounding of shards. If it matters, as in small buckets, a start is listed if it is
         fast without it.
->>>>>>> wt-r2
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)

@@ -1,11 +1,7 @@
-<<<<<<< HEAD
-"""Effort of a search, changes that leave local minima (kicks), and starts that use up the error limit."""
-=======
 """Effort of a search, kicks out of local minima, and starts that use up an error limit (spent starts).
 
 A kick is a change that no descent step makes. A dynamic program finds the spent starts.
 """
->>>>>>> wt-r2
 
 from __future__ import annotations
 

@@ -9,13 +9,8 @@
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
 A `BucketWriter` writes the tasks of one large bucket, with a `_Recorder` as cost table. Sizes are proportional to a
-<<<<<<< HEAD
-feature that adds up over gradients. Borders are rounded to a compressor's blocks, so the largest shard gets the average
-excess over `_ODD` buckets.
-=======
 feature that adds up over gradients. The largest shard exceeds its proportion, because borders are rounded to a
 compressor's blocks; the mean excess over odd-sized buckets is added.
->>>>>>> wt-r2
 """
 
 from __future__ import annotations
