@@ -31,7 +31,7 @@ UPDATE = 1e-4
 """Tolerance of an update relative to its largest change: a few float32 operators on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
-"""Units in the last place that a 16-bit update may differ by: fused operators round once, others more often."""
+"""Maximum difference of 16-bit updates, in units in the last place: fused operators round less often."""
 
 
 def tolerance_of(captured: Captured) -> float:
