@@ -37,7 +37,7 @@ class NoMoment(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Bias correction of a magnitude that starts at zero. The correction grows to 1."""
+    """Bias correction of a magnitude that starts at zero; it grows to 1."""
 
     number: Node
     power: int
