@@ -108,7 +108,7 @@ def group_timeout() -> timedelta:
 def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: int | None) -> Any:
     """Make a process group. An integer `name` replaces torch's group count in the group's name.
 
-    With `name`, only ranks of the group need to call this function.
+    With `name`, only ranks of the group need to call.
     """
     world = dist.distributed_c10d._world
     counted = world.group_count

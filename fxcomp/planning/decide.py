@@ -147,7 +147,7 @@ class Planner:
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
         """Choose by timed dense steps, and `feed_us` before a step's program. Every rank calls it.
 
-        If a rank could not time any, `steps` is empty on all, and the costs of the machine and the links decide.
+        If a rank could not time any, `steps` is empty on all, and machine and link costs decide.
         """
         costs = self._gathered()
         if steps:

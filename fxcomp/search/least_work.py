@@ -1,11 +1,11 @@
 """Bound the work of a bucket from below by a linear function: a fixed time plus a time per element.
 
 Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. The bound a + r x,
-with a >= 0, equals the price at the largest size. If it is at most the price at every break, it is so at every size.
+with a >= 0, equals the price at the largest size. If it is below the price at every break, it is below it everywhere.
 Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one
-grain (a compressor's block) smaller than an equal part, so the time of a grain is subtracted from a.
+grain smaller than its share; the time of a grain is subtracted from a.
 
-The bound omits copies to the host, casts, reorderings of payloads, and copies for a rollback.
+The bound omits host copies, casts, transposes and commits.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class LeastWork:
     def of(
         self, strategy: Strategy, element_type: ElementType, shape: Sequence[int] | None = None, *, is_cut: bool = False
     ) -> Least:
-        """Bound buckets of one element type. `shape` is the gradient's, if payloads depend on it.
+        """Bound buckets of a type with this strategy; `shape` is the gradient's, if payloads depend on it.
 
-        With `is_cut` sending proposals costs nothing, because small parts of a gradient may need none.
+        With `is_cut` proposals are sent for free, because parts of a gradient may be too small to need them.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster, element_type=element_type)
@@ -94,7 +94,7 @@ class LeastWork:
 
 
 class _LeastWorkWriter:
-    """Sums the bounds of a bucket's operations."""
+    """Sums the bounds of a bucket's lines, of the kinds in `_BOUNDS`."""
 
     def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
@@ -106,7 +106,7 @@ class _LeastWorkWriter:
         self.leading = strategy.leading_splits
         """Number of remaining splits of dense values, which may cut at any element."""
         self.short = 0
-        """Elements by which a shard may be smaller than an equal part."""
+        """Elements by which a shard may be smaller than its share."""
         self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
         self.tail = (0.0, 0.0)
 

@@ -38,7 +38,7 @@ class Pinned:
     lost: float = 0.0
     """Largest possible error of the pinned gradients, in elements."""
     bursting: float = 0.0
-    """Largest number of their elements under bursty strategies (rare large values)."""
+    """Largest number of their elements sent as rare large values (bursty)."""
     strand_of: dict[str, PinnedStrand] = field(default_factory=dict[str, PinnedStrand])
 
     @classmethod

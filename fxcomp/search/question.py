@@ -22,10 +22,9 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.workload import Workload
 
 LEAST_KEPT = 0.5
-"""Minimum of (1 - error of a strategy) / (1 - error limit of the plan).
+"""Minimum part of a gradient that a strategy keeps, as a fraction of 1 - limit, the part that the whole plan keeps.
 
-Error feedback delays values by a number of steps that grows as 1 / (1 - error); this bounds the delay of each layer.
-L-GreCo also keeps its parameters within a factor of 2 to 4 of a reference.
+Error feedback delays the rest by a time that grows as 1 / kept, and no layer may wait for thousands of steps.
 """
 
 
@@ -38,8 +37,9 @@ class Terms:
     budget: Budget | None = None
     """Error budget that replaces the mode's limit and compressors."""
     share: float = 1.0
+    """Fraction of the limit that may be used."""
     at: ExchangePoint = ExchangePoint.GRADIENT
-    """Exchanged tensor. Plans for momenta have no error limit, because the next momentum includes the residual."""
+    """Exchanged tensor. Plans for momenta have no error limit, because a residual enters the mean a step later."""
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
@@ -99,14 +99,15 @@ class Question:
     choices: Choices
     bounds: Bounds = NO_BOUNDS
     cuts: bool = True
-    """Cut large gradients into parts (`atoms.py`). A bucket's size is the sum over its parts, which overestimates
-    low-rank payloads.
+    """Cut large gradients into atoms.
+
+    A bucket's size is the sum over its atoms, which overestimates the factors of a matrix that is joined from several.
     """
     pinned: Pinned = NOTHING_PINNED
     losses: Losses | None = None
     """Errors of strategies; None stands for Gaussian errors."""
     prices_errors: bool = False
-    """Search with several prices of error, in µs per element."""
+    """Search for the price of error at which the limit saves most."""
 
 
 def questions_of(prices: StepPrices, terms: Terms) -> list[Question]:

@@ -14,7 +14,7 @@ timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` 
 A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
 The cost of a race is its time above the winner's. If predictions hold, a heat costs at most HEAT · (FAR - 1) steps of
-the winner, and four heats cost 8, which is 0.8 % of the first thousand steps.
+the winner, and four heats 8: 0.8 % of the first thousand.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Tolerances for values rounded to 11 and 8 bits between operators (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients / (relative tolerance · largest gradient). Some gradients are only rounding."""
+"""Absolute tolerance of gradients / (relative tolerance · largest gradient). Some are only rounding."""
 
 ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
@@ -31,7 +31,7 @@ UPDATE = 1e-4
 """Tolerance of an update relative to its largest change: a few float32 operators on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
-"""Units in the last place that a 16-bit update may differ by: fused operators round once, others more often."""
+"""Maximum difference of 16-bit updates, in units in the last place: fused operators round less often."""
 
 
 def tolerance_of(captured: Captured) -> float:
