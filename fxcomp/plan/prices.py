@@ -1,4 +1,4 @@
-"""Prices of lines and tasks, implemented by a cost table, and their sizes."""
+"""Interface of a cost table, and the sizes in bytes that prices depend on."""
 
 from __future__ import annotations
 

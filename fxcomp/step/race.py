@@ -2,7 +2,7 @@
 
 A *turn* is a few steps in a row under one runner.
 
-    heat     first turn of each runner, HEAT steps; the plan in force begins; a runner predicted FAR off does not run
+    heat     first turn of each runner, HEAT steps; the plan in force runs first; see FAR
     rounds   turns of TURN steps for the best runners, MOST_AFTER_HEATS and then MOST_LATER, until one is left or all
              have COUNTED counted steps
     appeal   another heat for a runner that is out after one heat, if its prediction is near the best runner's
@@ -38,7 +38,7 @@ HEAT = 2
 """Steps of a runner's first turn."""
 
 COUNTED = 7
-"""Counted steps that suffice for a median: one of a heat, and two turns."""
+"""Counted steps that suffice for a median: 1 from the heat, 3 from each of two turns."""
 
 MOST_AFTER_HEATS, MOST_LATER = 3, 2
 """Maximum number of runners after the heats, and after each later round."""
@@ -47,8 +47,8 @@ LONGEST = 48
 """Maximum length of a race, in steps."""
 
 FAR = 2.0
-"""A runner does not run if it is predicted to take more than twice as long as the best one so far is measured, and
-predicted, to take. Predictions err by less.
+"""A runner does not run if its predicted step takes over FAR times the best runner's, measured or predicted (the
+longer of both). Predictions err by less.
 """
 
 SPREAD = 0.05
