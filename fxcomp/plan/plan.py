@@ -232,7 +232,7 @@ class Plan:
                     )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadPlan if a collective needs equal hosts or racks."""
+        """Raise BadPlan if a collective needs equally large hosts or racks, and they are not."""
         for number, bucket in enumerate(self.buckets):
             for held, step in zip(bucket.strategy.held, bucket.strategy.steps, strict=False):
                 if isinstance(step, Collective) and not _is_even(held, step, cluster):

@@ -4,7 +4,7 @@
     fc.weight           2 MB           1 atom
 
 A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
-not overlap. If they take S together, the longest M, and one more message o, C chunks take S/C + (C-1)/C · M + C · o.
+not overlap. If the stages take S in total, the longest M, and each message o, C chunks take S/C + (C-1)/C · M + C · o.
 Four chunks save three quarters of the possible time; more slow the search down. The search joins atoms again if
 messages are expensive.
 """

@@ -38,12 +38,12 @@ class Raced:
 
     @property
     def when(self) -> str:
-        """Return the steps of the race as text: `steps 2 to 21`, counted from 0."""
+        """Return the race's `steps 2 to 21`, counted from 0."""
         return f"steps {self.first_step} to {self.last_step - 1}"
 
     @property
     def what(self) -> str:
-        """Return the runners as text: `3 plans`, or `2 plans at the momentum`."""
+        """Return `3 plans`, or `2 plans at the momentum`."""
         return f"{len(self.runners)} plans{' at the momentum' if self.stays.plan.moves_exchange else ''}"
 
     @property

@@ -14,7 +14,7 @@ timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` 
 A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
 The cost of a race is its time above the winner's. If predictions hold, a heat costs at most HEAT · (FAR - 1) steps of
-the winner, and four heats cost 8, which is 0.8 % of the first thousand steps.
+the winner; four heats cost 8, 0.8 % of the first thousand.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ LEAST_SPREAD = 0.005
 """Lower bound of the measured spread."""
 
 OUT = 3.0
-"""A runner is out if it is slower than the best by more than this, in standard errors."""
+"""A runner is out if it is slower than the best by more standard errors."""
 
 OUT_AT_FIRST = 0.5
 """A runner without counted steps is out if it is more than 50 % slower than the best."""
 
 FEW = 8
-"""A runner with fewer counted steps is compared by its shortest step."""
+"""Counted steps for a comparison by medians."""
 
 NEAR = 0.25
-"""A beaten runner predicted within 25 % of the best gets a second heat."""
+"""A beaten runner predicted this near the best gets a second heat."""
 
 TIE = 0.02
 """A runner more than 2 % slower than the best never ties with it."""

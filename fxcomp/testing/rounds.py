@@ -107,7 +107,7 @@ def average_in_two_shots(
     """Return the mean, compressed twice. Residuals and states of `shards` are updated.
 
     Every rank encodes each shard separately with `first`. The shard's owner decodes, averages in rank order, and
-    encodes the mean with `second`. Every rank, the owner too, decodes the result.
+    encodes the mean with `second`. All ranks decode the result.
     """
     sizes = [sum(shard.segments) for shard in shards]
     decoded: list[Tensor] = []
