@@ -52,10 +52,10 @@ RACE = """
 
 In the running job, these plans (*runners*) take turns on all ranks: first {heat} steps each, then {turn} steps for each
 runner that may still win, at most {first} and then {later}. A runner drops out when its median is longer than the best
-by more than {out:.0f} standard errors of the difference. One that is predicted to take more than {far:.0f} times as long
-as the best does not run. The race ends when one is left, when the rest have {counted} counted steps, or after {longest}
-steps. The first step of a turn, which allocates, and verified steps do not count. A runner with few counted steps is
-judged by its shortest one, because a disturbed machine only lengthens steps.
+by more than {out:.0f} standard errors of the difference. One that is predicted to take more than {far:.0f} times as
+long as the best does not run. The race ends when one is left, when the rest have {counted} counted steps, or after
+{longest} steps. The first step of a turn, which allocates, and verified steps do not count. A runner with few counted
+steps is judged by its shortest one, because a disturbed machine only lengthens steps.
 
 Suppose that compressors take {dearer:.0f} times as long on this machine as in the table:
 

@@ -169,7 +169,7 @@ class GraphBuilder:
     def mark_gradient(self, node: Node, parameter: str, *, is_shared: bool) -> Node:
         """Label a gradient's node, or an alias if the node is an input or has other users.
 
-        `is_shared` is true if the node is the gradient of several parameters, as of two that are added.
+        `is_shared`: the node is the gradient of several parameters, as in the sum of two parameters.
         """
         known: NodeInfo = node.meta["fxcomp"]
         if known.role is not Role.COMPUTE or node.users or is_shared:

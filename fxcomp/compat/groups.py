@@ -34,7 +34,7 @@ def process_group(name: str) -> Any:
 
 
 def group_name(boxed: Any) -> str:
-    """Return a boxed process group's name, by which any rank finds it."""
+    """Return the name of a process group wrapped as a ScriptObject."""
     return dist.ProcessGroup.unbox(boxed).group_name
 
 
@@ -106,9 +106,9 @@ def group_timeout() -> timedelta:
 
 
 def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: int | None) -> Any:
-    """Make a process group, numbered `name` instead of torch's count if given.
+    """Make a process group. An integer `name` replaces torch's group count in the group's name.
 
-    With `name`, ranks outside the group need not call it.
+    With `name`, only ranks of the group need to call.
     """
     world = dist.distributed_c10d._world
     counted = world.group_count

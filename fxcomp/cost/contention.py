@@ -4,8 +4,8 @@
     link_factor      on the time of collectives, which were measured one by one and run in a row in a step
     overlap_speed    of collectives while compute leaves no processor free: their threads wait for time slices
 
-The first one explains how much compute is slowed, the second one the time of collectives without compute, and all three
-the length of the step.
+`factor` is fitted to the slowdown of compute, `link_factor` also to the time of collectives without compute, and all
+three to the length of the step.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class FittedContention:
 
 
 def fit_contention(step: SeenStep, processors: Processors) -> FittedContention:
-    """Fit contention to a step. Maximum a posteriori estimate over grids: of `factor`, then of the other two.
+    """Fit contention to a step: on grids, the most probable `factor`, then the most probable other two numbers.
 
-    With a spare processor only links are fitted.
+    With a spare processor only `link_factor` is fitted.
     """
     wires_us = step_time_us(alone_on_wires(step.tasks))
     speeds = (1.0,) if processors.has_spare else SPEEDS
@@ -119,7 +119,7 @@ def _misfit(found: FittedContention, off_us: Sequence[float], step_us: float) ->
 
 
 def alone_on_wires(tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks of the network alone."""
+    """Return only the network's tasks, as in a step without compute."""
     names = {task.name for task in tasks if task.stream in WIRES}
     return [
         replace(task, after=tuple(name for name in task.after if name in names), load=0.0)

@@ -23,8 +23,8 @@ class Roofline:
     launch_us: float = 5.0  # assumed: torch's dispatch of one op
     source: str = ASSUMED
     others: Mapping[str, float] = field(default_factory=dict[str, float])
-    """GFLOP/s of other products and of attention: `{"bf16": 312_000.0, "bf16 attention": 230_000.0}`. Missing attention
-    uses its type's products, missing types use float32.
+    """GFLOP/s of products in other types, and of attention: `{"bf16": 312_000.0, "bf16 attention": 230_000.0}`. By
+    default, attention has the rate of its type's products, and a type the rate of float32.
     """
 
     def us(self, flops: float, size: float, math_type: str = "f32") -> float:

@@ -43,7 +43,7 @@ class PlannedAverage:
 
     @property
     def is_racing(self) -> bool:
-        """True while plans take turns to be timed (a race), or if that is scheduled."""
+        """True during a race, or if one is scheduled."""
         return self._job is not None and self._job.is_racing
 
     def report(self) -> str:

@@ -45,7 +45,7 @@ class Event:
     """Memories, named after the values they are made for."""
     writes: frozenset[str] = frozenset()
     values: tuple[tuple[str, str], ...] = ()
-    """Values that it reads, with their memories, except inputs that are read as they are now."""
+    """Values that it reads, with their memories, except inputs whose present content is read."""
     makes: tuple[str, ...] = ()
 
 

@@ -11,8 +11,9 @@ ir.py and scheduler.py, torch 2.13); other operators stay alone:
 1. Readers compute an elementwise value. It is written to memory if a library kernel or a line reads it, or if it has
    many inputs.
 2. A normalisation writes its statistics; its result is elementwise in them.
-3. A written value joins the latest kernel that makes or reads one of its arguments, if their numbers of values match,
-   or one reduces rows of the other, and no kernel between them depends on it. A sum over rows joins none.
+3. A written value joins the latest kernel that makes or reads one of its arguments. Their numbers of values must match,
+   or one must reduce rows of the other, and no argument may depend on that kernel through a third kernel. A sum over
+   rows joins none.
 """
 
 from __future__ import annotations

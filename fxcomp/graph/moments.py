@@ -37,11 +37,11 @@ class NoMoment(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Bias correction of a magnitude, which starts at zero; grows to 1."""
+    """Bias correction of a magnitude that starts at zero; it grows to 1."""
 
     number: Node
     power: int
-    """Exponent of the number in the divisor of the magnitude itself."""
+    """The corrected magnitude is magnitude / number ** power: 2 if the number divides the root."""
 
 
 @dataclass(frozen=True, slots=True)

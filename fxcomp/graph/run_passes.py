@@ -1,4 +1,4 @@
-"""Run passes over a copy of a graph, at once or a few (a turn) between two training steps.
+"""Run passes over a copy of a graph: all at once, or a few (a turn) between two training steps.
 
 Invariants are checked after the last pass; with a history, after each.
 """

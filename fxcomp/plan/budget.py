@@ -1,4 +1,4 @@
-"""Error budgets of plans, and the error of a plan: a relative squared error.
+"""Error budgets and errors of plans, as relative squared errors.
 
     0.05                    relative squared error of the whole gradient
     like("topk(0.01)")      error of this compressor on all gradients
@@ -45,9 +45,9 @@ ErrorOf = Callable[[Compressor, int], float]
 def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gaussian_error) -> float:
     """Return the relative squared error of a strategy, by default on Gaussian gradients.
 
-    Gradients are assumed to be orthogonal between ranks: averaging keeps the relative error, and the next compression
-    gets the sum with its error. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2).
-    Measured errors of one gradient (`ErrorTable.error_of`) are used for the sum too.
+    Gradients are assumed to be orthogonal between ranks: averaging keeps the relative error, and a second compression
+    adds its own. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2). Measured
+    errors of one gradient (`ErrorTable.error_of`) are used for the sum too.
     """
     return float(strategy_errors(strategy, cluster, error_of))
 
@@ -97,7 +97,7 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:
-    """Return the share of all elements sent in bursts before an update. Momenta smooth bursts."""
+    """Return the fraction of elements with bursty strategies, except where momenta are exchanged."""
     elements = sum(bucket.elements for bucket in plan.buckets)
     at_gradients = [bucket for bucket in plan.buckets if bucket.at is ExchangePoint.GRADIENT]
     bursts = sum(bucket.elements for bucket in at_gradients if is_bursty(bucket.strategy, cluster))
@@ -105,7 +105,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether error feedback sends large parts of a gradient in bursts."""
+    """Return whether error feedback sends values rarely and in bursts."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False
@@ -139,7 +139,6 @@ class ErrorBudget:
 
     @property
     def is_uniform(self) -> bool:
-        """True for a uniform setting."""
         return _number_of(self.text) is None and self.text not in MODES
 
     def strategies(self, cluster: Cluster) -> tuple[Strategy, Strategy] | None:

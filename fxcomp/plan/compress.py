@@ -39,8 +39,9 @@ docs/where_the_mean_stands.md).
 class Warmup:
     """Warm-up steps of a job; none by default.
 
-    `dense_steps` come first, uncompressed, with zero residuals. `int8_steps` replace each compressor but bf16 and f16
-    by int8, then `int4_steps` by int4. Each stage is compiled beforehand, because shapes are static.
+    `dense_steps` uncompressed steps come first, with zero residuals, then `int8_steps` with int8 in place of each
+    compressor except bf16 and f16, then `int4_steps` with int4. Each stage is compiled beforehand, because shapes are
+    static.
     """
 
     dense_steps: int = 0
@@ -113,7 +114,7 @@ class Compress:
 
     `within` bounds the error: a mode (`lossless`, `balanced`, `aggressive`, `lossy`), a relative squared error of the
     whole gradient (`0.05`), or `like("topk(0.01)")`, the error of that setting applied everywhere. A mode offers its
-    own compressors, the others every family.
+    own compressors, the other two every family.
 
     `plan` replaces the choice: a compressor for all matrices (`"int8"`; biases and norms stay dense), a strategy's
     text, a saved plan's path, or a `Plan`.
@@ -122,15 +123,15 @@ class Compress:
     default errors are computed for Gaussian values.
 
     `pins` maps name patterns to compressors or strategies: `{"*.embedding.weight": "dense", "lm_head.*": "int8"}`. The
-    last match decides; the rest is planned around the pins.
+    last match decides; fxcomp chooses the rest.
 
     `at` selects the exchanged tensor: the `gradient`, or the optimizer's `momentum` with a frozen second moment
     (docs/where_the_mean_stands.md). `momentum` needs a given plan, and a warm-up if there is a second moment; a saved
     plan may set it per bucket. With `auto` only `aggressive` exchanges momenta, if the optimizer allows it and a job of
     `steps` steps ends sooner.
 
-    `steps` is the job's number of steps. If momenta are exchanged without a `warmup`, the first fifth sends gradients
-    in int4, and reports show the job's bytes and time.
+    `steps` is the job's number of steps. If momenta are exchanged without a `warmup`, the first fifth exchanges
+    gradients in int4. Reports show the job's bytes and time.
 
     `warmup` sets how many first steps send gradients dense, in int8 or in int4; `feedback` sets the variant of error
     feedback.
@@ -214,7 +215,7 @@ class Compress:
         return cls(within=number)
 
     def check_is_of_gradients(self, whose: str) -> None:
-        """Raise BadOption for options that need whole steps or the optimizer; `whose` explains the error."""
+        """Raise BadOption for options that need whole steps or the optimizer; `whose` completes the message."""
         if self.feedback.scale_with_lr:
             raise _needs_whole_steps("ErrorFeedback.scale_with_lr needs the optimizer", whose)
         if self.warmup:
@@ -242,7 +243,7 @@ class Compress:
 
     @property
     def point(self) -> ExchangePoint:
-        """Exchanged tensor of a given plan, or of a plan chosen for gradients."""
+        """Exchanged tensor; the gradient for `auto`."""
         return ExchangePoint.GRADIENT if self.at == AUTO else ExchangePoint(self.at)
 
     @property

@@ -1,11 +1,10 @@
-"""Error feedback adds a compression's error to the next gradient. Divergent plans are refused.
+"""Error feedback, which adds a compression's error to the next gradient, and checks for divergent plans.
 
     p = g + e            input of the compressor: gradient plus residual
     e <- p - C(p)        residual after the payload C(p)
 
-A residual has the gradient's unit, one fp32 value per element and rank. The optimizer runs after the mean of the
-payloads. Over all steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al.
-2019).
+A residual has the gradient's unit, one fp32 value per element and rank. The optimizer gets the mean of the payloads.
+Over all steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al. 2019).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ steps of the char-LM momentum exceeded 1 % at 0.17 and plain SGD at 0.87; in 2,0
 
 
 def burst_share(kinds: Collection[UpdateKind]) -> float:
-    """Return the share of elements that may arrive in bursts before all these updates."""
+    """Return the fraction of elements that may arrive in bursts, for these kinds of updates."""
     return BURST_SHARES[strictest(kinds)] if kinds else 1.0
 
 
@@ -69,14 +68,12 @@ def strictest(kinds: Collection[UpdateKind]) -> UpdateKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFeedback:
-    """Variant of error feedback; by default, around compressors that need it.
+    """Variant of error feedback; by default only for compressors that need it.
 
-    `scale_with_lr`: compress g + (lr_before / lr_now) e, so that a residual keeps its own step's learning rate (Zheng
-    et al. 2019). It matters if the rate drops in steps. A rate of zero is skipped. A changed rate costs one more read
-    and write of the residuals.
+    `scale_with_lr`: compress g + (lr_before / lr_now) e, so that each residual gets the learning rate of its own step
+    (Zheng et al. 2019). A rate of zero is ignored. A changed rate costs one more read and write of the residuals.
 
-    `everywhere`: also around compressors with optional feedback, such as bf16 and int8, for one more pass. Sums on the
-    network still round.
+    `everywhere`: also for compressors with optional feedback, such as bf16 and int8, at the cost of one more pass.
 
     `off`: no feedback. `allow_diverging`: accept refused plans. Both are for experiments with a given plan.
     """

@@ -12,7 +12,7 @@ State of a rank:
     compressor  encoding of the values; None if dense
 
 A strategy is legal if every step fits the state before it (`misfit`) and every rank ends with the dense mean, or with
-its shard if the strategy ends as shards. `route.py` does the same walk with sizes.
+its shard if the strategy ends as shards. `route.py` adds sizes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Step that computes the tensor to be reduced to an agreement."""
+    """Step that computes a proposal; all ranks compress with its all_reduce (the agreement)."""
 
     compressor: Compressor
     device: Device = Device.GPU
@@ -127,12 +127,12 @@ class Standing:
     """State of a bucket between two steps."""
 
     summed: frozenset[Axis] = frozenset()
-    """Axes summed over, or gathered as payloads that decode to one sum."""
+    """Axes over which values are summed, or payloads are gathered that decode to the sum."""
     splits: tuple[Collective, ...] = ()
     compressor: Compressor | None = None
     has_traveled: bool = False
     is_piled: bool = False
-    """True if payloads of several ranks for the same values are held."""
+    """True if the rank holds several ranks' payloads for the same values."""
     proposed: Compressor | None = None
     """Compressor whose proposal is reduced next."""
     agreed: tuple[Compressor, Level] | None = None

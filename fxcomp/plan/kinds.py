@@ -131,7 +131,6 @@ class CollectiveKind(Enum):
 
     @property
     def joined_by(self) -> CollectiveKind:
-        """Collective that undoes this split."""
         return _JOINED_BY[self]
 
 

@@ -67,7 +67,7 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
 
 
 def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, range], ...]:
-    """Cut parameters by rows, as fully_shard does; return (index, elements) pairs, rank by rank.
+    """Cut parameters by rows, as fully_shard does; return (parameter, elements) pairs, rank by rank.
 
     Every rank has the same number of rows; rows past a parameter's end are zeros.
     """
@@ -81,7 +81,6 @@ def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, 
 
 
 def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> int:
-    """Return the `index`-th of the cut points."""
     whole = edges[-1]
     ideal = index * whole  # divided by parts
     if ideal == parts * whole:
@@ -117,7 +116,7 @@ class Encode:
     segments: tuple[tuple[int, ...], ...]
     unit: Unit
     place: int
-    """Index among the ranks that compress different values for the same places."""
+    """Index among the ranks that compress different values of the same elements."""
     is_proposal: bool = False
 
     @property
@@ -151,7 +150,7 @@ class Send:
         return self.cut if isinstance(self.cut, tuple) else ()
 
     def works_on(self, held: int) -> int:
-        """Return the bytes that determine the price: for a gather one rank's contribution."""
+        """Return the bytes that determine the price: the largest part of a gather, else all held bytes."""
         return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
 
     @property
@@ -204,7 +203,6 @@ class Route:
     whole: Piece
     stages: tuple[tuple[Leg, ...], ...]
     element_type: ElementType = ElementType.F32
-    """Element type of dense values."""
 
     @property
     def legs(self) -> tuple[Leg, ...]:

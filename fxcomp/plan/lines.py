@@ -1,4 +1,4 @@
-"""Lines of a bucket's route: the operations in order, with their bytes.
+"""Operations of a bucket (lines) in order, with their bytes.
 
     reduce_scatter@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > all_gather@intra      2x2, bf16
 
@@ -8,7 +8,7 @@
     stage 3
     finally   (copy to the device, cast)
 
-`passes/lower_strategies.py` makes nodes of lines, `search/plan_tasks.py` tasks, `search/least_work.py` bounds.
+`passes/lower_strategies.py` converts lines to nodes, `search/plan_tasks.py` to tasks, `search/least_work.py` to bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class LineKind(Enum):
     TURN = "turn"
     PROPOSE = "propose"
     AGREE = "agree"
-    """Collective of proposals."""
     COMPRESS = "compress"
     SEND = "send"
     DECOMPRESS = "decompress"
@@ -45,8 +44,8 @@ class BucketLine(NamedTuple):
     stream: Stream
     """Stream that runs the operation, or starts a collective."""
     size: int
-    """Bytes that determine the price. Pack and cast: mean of read and written. Copy and turn: moved. Gather: one rank's
-    part. Other collectives: the whole. Others: the result.
+    """Bytes that determine the price. Pack and cast: mean of read and written. Copy and turn (reordering): moved.
+    Gather: one rank's part. Other collectives: the whole. Others: the result.
     """
     leg: Leg | None = None
     of: Encode | None = None
@@ -88,9 +87,7 @@ class _LineWriter:
         self.route = route
         self.dense = route.element_type.itemsize
         self.itemsize = FP32 if route.packs_fp32 else self.dense
-        """Bytes per dense element."""
         self.held = self.itemsize * len(route.whole)
-        """Bytes of the tensor."""
         self.payload_of: Encode | None = None
         self.proposal: Encode | None = None
         self.on_pool = False

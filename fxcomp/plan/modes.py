@@ -120,7 +120,7 @@ _ERROR_LIMITS = {
 }
 
 FEWEST_FOR_TWO_SHOTS = 3
-"""Minimum number of ranks: with two, the second shot sends the bytes of one shot in one more message."""
+"""Minimum number of ranks for two shots; between two ranks one shot sends the same bytes in fewer messages."""
 
 
 def error_limit(mode: Mode) -> float:
@@ -141,7 +141,7 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Return a bucket's strategies in a mode, dense first, then by error.
 
-    `offload` allows the pool, which does not help if device work uses all processors.
+    `offload` allows the thread pool, which does not help if device work uses all processors.
     """
     entries = [entry for entry in ENTRIES[mode] if mode is Mode.LOSSY or _is_for(entry, content)]
     return _ways_of(tuple(entries), cluster, offload=offload)
@@ -160,7 +160,7 @@ def strategies_within(
 
 
 def strategies_at_momenta(cluster: Cluster, content: Content, *, offload: bool = True) -> tuple[Strategy, ...]:
-    """Return a bucket's strategies if momenta are exchanged, dense first; vectors stay at the gradient."""
+    """Return a bucket's strategies if momenta are exchanged, dense first; vectors keep exchanging gradients."""
     beside = tuple(entry for entry in _BALANCED if entry.vectors)
     entries = {Content.MATRICES: AT_MOMENTA, Content.VECTORS: beside}
     return _ways_of(entries.get(content, ()), cluster, offload=offload)

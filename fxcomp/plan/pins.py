@@ -25,8 +25,8 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""Maximum number of pinned strategies. Of a search's 256 strands, matrices and vectors of each element type take two,
-and each pinned strategy takes one.
+"""Maximum number of pinned strategies. A search has at most 256 strands: per element type one for matrices, one for
+vectors, and one per pinned strategy.
 """
 
 _SHOWN = 3  # names shown in an error

@@ -31,7 +31,7 @@ class ExchangePoint(Enum):
 class Bucket:
     """Gradients of one element type that share collectives: parameter names, sizes in elements, and a strategy.
 
-    Each parameter is a segment of its own, with its own scales and counts. A gradient may be cut into parts in several
+    Compressors treat each parameter separately, e.g. with its own scales. A gradient may be cut into parts in several
     buckets: `starts` holds each part's offset in the flattened parameter (default 0).
     """
 
@@ -124,7 +124,6 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Elements of each parameter."""
         found = Counter[str]()
         for bucket in self.buckets:
             for name, size in zip(bucket.names, bucket.sizes, strict=True):
@@ -153,7 +152,6 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
-        """True if no bucket is compressed."""
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property
@@ -169,7 +167,7 @@ class Plan:
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
         """Return the plan that exchanges momenta in compressed buckets and in buckets that share a parameter with them.
 
-        Parameters in `staying` stay at the gradient, unless they share a bucket with parameters that move.
+        Parameters in `staying` keep exchanging gradients, unless they share a bucket with the others.
         """
         compressed = {n for b in self.buckets if not b.strategy.is_dense for n in b.names}
         moved = {*self.moved, *(compressed - set(staying))}
@@ -187,7 +185,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Return a short hash, equal on every machine for equal plans."""
+        """Short hash, equal on all machines for equal plans."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     def bucket_of(self, name: str) -> int:
@@ -198,9 +196,9 @@ class Plan:
         """Return the order in which stages start, a function of the plan alone.
 
         Region k is the compute up to the last gradient of bucket k. After it stage 0 of bucket k starts, then stage 1
-        of bucket k-1, and so on, so that each collective has one region to finish. The remaining stages follow the last
-        region. The stage after the last collective is included only if the pool runs it: otherwise the main thread
-        would have to wait.
+        of bucket k-1, and so on, so that each collective overlaps one region. The remaining stages follow the last
+        region. The stage after the last collective is included only if the pool runs it, because the main thread would
+        have to wait.
         """
         return launch_order(tuple(bucket.strategy.started_stages for bucket in self.buckets))
 
@@ -232,7 +230,7 @@ class Plan:
                     )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadPlan if a collective needs equal hosts or racks."""
+        """Raise BadPlan if a collective needs hosts or racks of equal size."""
         for number, bucket in enumerate(self.buckets):
             for held, step in zip(bucket.strategy.held, bucket.strategy.steps, strict=False):
                 if isinstance(step, Collective) and not _is_even(held, step, cluster):
@@ -327,14 +325,14 @@ def _check_parts(name: str, parts: Sequence[range]) -> None:
 
 
 def _is_even(held: Standing, step: Collective, cluster: Cluster) -> bool:
-    """Return whether every rank has a counterpart, or one rank of each host acts for all."""
+    """Return whether the sizes of hosts and racks allow a collective."""
     match step.level:
         case Level.WORLD:
             return True
         case Level.INTRA:
             is_dense = step.kind in (CollectiveKind.REDUCE, CollectiveKind.BROADCAST)
             return cluster.is_even or is_dense
-        case Level.INTER:  # only the first ranks of uneven hosts meet; their other ranks hold nothing
+        case Level.INTER:  # on uneven hosts only the first ranks take part; the others hold nothing
             return cluster.is_even or any(split.level is Level.INTRA for split in held.splits)
         case Level.RACK | Level.RACKS:
             return cluster.is_even and cluster.has_racks

@@ -1,4 +1,4 @@
-"""Prices of lines and tasks, implemented by a cost table, and their sizes."""
+"""Interface of cost tables, and the sizes that they price."""
 
 from __future__ import annotations
 

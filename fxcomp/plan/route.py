@@ -1,4 +1,4 @@
-"""Bind a strategy to a bucket, a cluster and a rank: the walk of `interpret.py`, with sizes.
+"""Bind a strategy to a bucket, a cluster and a rank: its operations (legs) with sizes.
 
     compress(int4) > all_to_all@world > decompress > compress(int8) > all_gather@world > decompress      4 ranks, rank 1
 
@@ -9,9 +9,9 @@
     Send     all_gather, cut (29, 29, 29, 29)
     Decode   slot 1, pieces [0, 25) [25, 50) [50, 75) [75, 100)
 
-The legs are lowered to nodes and priced, and define the layout of residuals and states. A *piece* is a range of the
-bucket's values; each piece is compressed by itself. Packing scales once, so that the result is the mean: decoding
-averages the payloads of a piece, and the network only adds.
+Legs are lowered to nodes and priced. A *slot* is one compression of the bucket, with its own residual and state. A
+*piece* is a range of the bucket's values that is compressed by itself. Packing scales values such that the result is
+the mean, because decoding averages payloads and the network only adds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Walk:
         self.edges = (0, *accumulate(map(math.prod, shapes)))
         self.grain = math.lcm(*(compressor.grain for compressor in strategy.compressors))
         self.extents = [range(self.edges[-1])]
-        """Nested ranges: the bucket, then this rank's part of each open split."""
+        """Nested ranges: the bucket, then this rank's part after each split not yet joined."""
         self.rows: list[_RouteRow] = []
         """Outermost dimension first."""
         self.encoder: Encode | None = None
@@ -89,7 +89,7 @@ class _Walk:
         self.parts: dict[tuple[Piece, int], list[Piece]] = {}
         self.segments: dict[Piece, tuple[int, ...]] = {}
         self.payloads: dict[tuple[int, ...], int] = {}
-        """Elements by segments."""
+        """Payload elements by segments."""
         self.counts = self._counts()
         self.scale = self._scale()
         self.weight = 1 / (self.scale * cluster.world_size)
@@ -105,7 +105,7 @@ class _Walk:
         return Route(self.scale, whole, tuple(map(tuple, stages)), self.element_type)
 
     def _counts(self) -> dict[Collective, int]:
-        """Return each collective's group size; on uneven hosts first ranks have larger groups."""
+        """Return each collective's number of ranks; after a rooted collective, in the root's group."""
         counts: dict[Collective, int] = {}
         at = self.rank
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -116,7 +116,7 @@ class _Walk:
         return counts
 
     def _scale(self) -> Fraction:
-        """Return the packing factor with a final weight of 1."""
+        """Return the packing factor with which the result is the mean."""
         payloads = 1
         piled = 1
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -145,7 +145,7 @@ class _Walk:
     # Compressing
 
     def _dealt_later(self, number: int) -> list[Collective]:
-        """Return the splits of a payload before it is decoded: each part is a payload of its own."""
+        """Return the splits of a payload before it is decoded. Each part must be compressed as a separate payload."""
         found: list[Collective] = []
         for step in self.strategy.steps[number + 1 :]:
             if isinstance(step, Decompress):
@@ -184,7 +184,6 @@ class _Walk:
         return [(size,) for size in self._segments(extent)]
 
     def _ranks_missing(self, held: Standing) -> int:
-        """Count the ranks not yet summed over."""
         if not held.summed:
             return self.cluster.world_size  # hosts may be uneven
         return math.prod(self.cluster.length_of(axis) for axis in Level.WORLD.axes - held.summed)

@@ -37,9 +37,9 @@ from fxcomp.plan.kinds import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """Levels of dense sums before the outermost level, from the inside out.
+    """Levels of a hierarchical strategy: dense sums over `inner`, innermost first, then `outermost`.
 
-    `rooted`: the first rank of each group sums for all, as uneven hosts need.
+    `rooted`: the first rank of each group gets the whole sum, which uneven hosts need.
     """
 
     inner: tuple[Level, ...]
@@ -81,7 +81,6 @@ class Strategy:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """Compressors, in order."""
         return tuple(step.compressor for step in self.steps if isinstance(step, Compress))
 
     @property
@@ -119,14 +118,13 @@ class Strategy:
 
     @property
     def pool_takes_arrivals(self) -> bool:
-        """True if the pool sends last and decompresses the arrivals: the main thread does not wait."""
+        """True if the pool launches the last collective and decompresses its result: the main thread does not wait."""
         sent = [step.device for stage in self.stages[:-1] for step in stage if not isinstance(step, Collective)]
         arrived = [step.device for step in self.stages[-1] if not isinstance(step, Collective)]
         return sent[-1:] == [Device.CPU] and arrived[:1] == [Device.CPU]
 
     @property
     def started_stages(self) -> int:
-        """Number of stages that start during backward."""
         return len(self.collectives) + self.pool_takes_arrivals
 
     @property
@@ -192,7 +190,7 @@ class Strategy:
     ) -> Strategy:
         """Return a strategy that reduces shards, compressed by `first`, then gathers them, compressed by `second`.
 
-        By level, both shots are between hosts; values inside a host are dense, and arriving payloads are forwarded.
+        By level, both shots are between hosts. Sums inside a host are dense; the second shot's payloads are forwarded.
         """
         deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, by.outermost)
         share = [Collective(CollectiveKind.ALL_GATHER, by.outermost), *by.joins]
@@ -239,7 +237,7 @@ def _is_retuned(before: Step, after: Step) -> bool:
 
 
 def _lines_of(compressor: Compressor) -> tuple[object, ...]:
-    """Return the properties that determine lines and per-rank state."""
+    """Return the properties that determine emitted code and per-rank state."""
     return (
         compressor.grain,
         compressor.feedback,

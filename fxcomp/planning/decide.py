@@ -8,6 +8,7 @@ again          by the current links
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -62,8 +63,8 @@ def is_alike(us: float, other_us: float) -> bool:
 def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
     """Add the measured costs of dense steps on the slowest rank to a table.
 
-    Every rank calls it with its HELD and OVERLAPPED steps and the time around a step. Operators are assumed to have the
-    same share of compute on all ranks.
+    Every rank calls it with its HELD and OVERLAPPED steps, and `feed_us`, the time before a step's program. Operators
+    are assumed to have the same share of compute on all ranks.
     """
     ranks, program = site.ranks, steps[0].program
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
@@ -71,8 +72,11 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     times_us = (us for on in mine for us in (on.step_us, on.compute_us))
     everyone = ranks.gather("the times of the first steps", [feed_us + mine[0].between_us, *times_us, mine[0].wait_us])
     slowest = max(everyone, key=lambda each: each[2])
-    factor = slowest[2] / mine[0].compute_us if mine[0].compute_us else 1.0
-    held, overlapped = (on.times(factor, max(each[1 + 2 * k] for each in everyone)) for k, on in enumerate(mine))
+    slowed_us = statistics.fmean(each[4] - each[2] for each in everyone)  # the median of one rank is noisy
+    held, overlapped = (
+        on.times(us / on.compute_us if on.compute_us else 1.0, max(each[1 + 2 * k] for each in everyone))
+        for k, (on, us) in enumerate(zip(mine, (slowest[2], slowest[2] + slowed_us), strict=True))
+    )
     priced = annotate_costs(clone(program.graph), costs, site.cluster).graph.nodes
     node_us = {node.name: info(node).cost_us or 0.0 for node in priced}  # used if no step ran one by one
     node_us |= {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
@@ -119,7 +123,7 @@ class Planner:
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
         """Choose by given or measured costs, or the dense plan provisionally.
 
-        If plans may race in a whole step (`is_whole`: with its optimizer), start with an earlier job's costs, or dense.
+        If the step includes its optimizer (`is_whole`) and plans may race, start with an earlier job's costs, or dense.
         Raises BadPlan or BadOption if a given plan or pins do not fit.
         """
         compress = self.options.compress
@@ -141,9 +145,9 @@ class Planner:
         return replace(found, is_remembered=is_remembered)
 
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
-        """Choose by timed dense steps and the time around one. Every rank calls it.
+        """Choose by timed dense steps, and `feed_us` before a step's program. Every rank calls it.
 
-        If a rank could not time any, `steps` is empty on all, and the costs of the machine and the links decide.
+        If a rank could not time any, `steps` is empty on all, and machine and link costs decide.
         """
         costs = self._gathered()
         if steps:
@@ -191,7 +195,7 @@ class Planner:
         return replace(decision, workload=workload)
 
     def links_are_as_they_were(self, costs: CostTable, dense_bytes: int) -> bool:
-        """Return whether an all_reduce of all gradients takes about its time in the table. Every rank calls it."""
+        """Return whether an all_reduce of all gradients takes about as long as `costs` predict. Every rank calls it."""
         assert isinstance(self.site.transport, Groups), "several ranks have groups"
         timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
         what = CollectiveKind.ALL_REDUCE, Level.WORLD, min(max(4, dense_bytes), LARGEST_FROM_DEVICE)
@@ -263,7 +267,7 @@ def plan_as_given(
     cluster: Cluster,
     at: ExchangePoint = ExchangePoint.GRADIENT,
 ) -> Plan:
-    """Build the user's plan, whose gradients end whole. Raises BadPlan."""
+    """Build the user's plan. Raises BadPlan, also if a rank would end with a shard."""
     made = _made_as_given(plan, workload, costs, cluster)
     return made if at is ExchangePoint.GRADIENT else made.at_momenta()
 

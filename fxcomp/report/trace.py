@@ -67,7 +67,7 @@ def _slice(span: Span, known: TaskFacts, process: int, *, is_measured: bool) -> 
 
 
 def flows_of(timeline: Timeline) -> dict[int, list[Span]]:
-    """Return each bucket's spans from its last gradient to its update, by time."""
+    """Map each bucket to its spans, from its last gradient to its update, sorted by start."""
     spans = {span.task.name: span for span in timeline.spans}
     own: dict[int, list[Span]] = {}
     for span in timeline.spans:

@@ -157,7 +157,7 @@ def compression_of(
 
 
 def _link_per_rank(cluster: Cluster, level: Level) -> float:
-    """Return GB/s of the link between hosts per GB/s of one rank of a ring, if that link is the slowest."""
+    """Return the ratio of the inter-host link's bandwidth to a rank's in a ring that this link limits."""
     way = pattern_of(CollectiveKind.ALL_REDUCE)
     if cluster.hosts == 1:
         return cluster.intra.gb_per_s / cluster.topology_at(level).gb_per_s(way)

@@ -175,7 +175,7 @@ _given_back: dict[Groups, weakref.finalize[..., Any]] = {}
 def given_back(members: Members) -> list[Callable[[], object]]:
     """Take the functions that close these ranks' unused groups.
 
-    Call them after all members have called this function: no device runs their collectives then.
+    Call them after all members have called this function: no device then runs these groups' collectives.
     """
     if _open:
         gc.collect()  # an unused step in a reference cycle may still hold its groups

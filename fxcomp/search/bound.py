@@ -3,19 +3,20 @@
 A bucket with strategy o and n elements occupies stream s for at least a(o,s) + n r(o,s) (see `least_work`). For any
 buckets, and any sharing of processors, which only slows work down:
 
-- compute runs backward, all updates and its part of all buckets in sequence. The step takes at least
-  backward + updates + a + Σ n r: at least one bucket pays a, and each element pays r of its strategy;
+- compute runs backward, all updates and its work for all buckets in sequence. The step takes at least
+  backward + updates + a + Σ n r: at least one bucket costs a, and each element costs r of its strategy;
 - buckets launch when their last gradient is ready, so other streams start work for gradients from k on after k is
   ready. The step takes at least ready(k) + a + Σ n r over these gradients + the tail, compute's work after the last
   collective. Buckets' tails run in order, so the last gradient's tail follows all of them.
 
-The step is at least any mean of these sums, with weights λ that add up to 1. In a mean every element pays
-Σ λ(s) r(o,s), which is least for the strategy that is cheapest in this mean. The squared error must stay below a
-budget E: for any price μ >= 0 of error, the mean is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and
-likewise for bursts. All λ, μ and k give a bound; a numerical search looks for the largest. The step is also at least
-each gradient's own path from its ready time.
+The step is at least any weighted mean of these sums, with weights λ(s) that add up to 1. In this mean an element with
+strategy o costs Σ λ(s) r(o,s). The squared error must stay below a budget E, so for any price μ >= 0 of error, the mean
+is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and likewise for the limit of bursty elements. All λ, μ
+and k give a bound; a numerical search maximizes it. The step is also at least the time until any single gradient has
+been updated.
 
-A plan is any that `choose` may make: gradients, or parts of large ones, in buckets with the strategies of the mode.
+The bound holds for every plan that `choose` may return: buckets of gradients, or of parts of large gradients, with the
+mode's strategies.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Numbers = NDArray[np.float64]
 
 _FIRSTS = 8  # values of k, evenly spaced by elements
 _STEPS = 8  # search steps per weight
-_MOST_KINDS = 24  # most kinds of gradients for which pairs of strategies are compared
+_MOST_KINDS = 24  # maximum number of gradient kinds for which pairs of strategies are compared
 _ROUNDING = 1e-9
 """Relative margin for rounding errors."""
 
@@ -176,7 +177,7 @@ class _Bound:
         return float(tail_us) + self._update_us(last)
 
     def _path_us(self) -> float:
-        """Bound the path of each gradient, or of one element if it may be cut, to its update."""
+        """Bound the time until a gradient, or one element of a cut gradient, has been updated."""
         best = 0.0
         for kind in self.kinds:
             fixed, rates = self.fixed.sum(axis=1)[kind.is_allowed], kind.rates.sum(axis=1)[kind.is_allowed]
@@ -193,7 +194,7 @@ class _Bound:
         return workload.gradients[number].update_us
 
     def _firsts(self) -> list[int]:
-        """Choose values of k: the first gradient, and those after equal shares of the elements."""
+        """Return values of k, evenly spaced by elements."""
         total, found = self.elements.sum(), [0]
         gone = 0.0
         for number, elements in enumerate(self.elements):
@@ -204,7 +205,7 @@ class _Bound:
 
 
 _ERROR, _BURSTS = -1, -2
-"""Keys of the two prices; streams have numbers from 0."""
+"""Weight keys of the prices of error and bursts; stream keys begin at 0."""
 
 
 class _BoundSums:
@@ -264,9 +265,9 @@ class _BoundSums:
 
 
 def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
-    """Bound the cost of `counts` elements of each kind for any set of strategies in use.
+    """Bound the time of `counts` elements of each kind over all sets of strategies.
 
-    Each strategy in use pays its fixed part at least once; three or more pay at least the three lowest.
+    Each strategy of a set adds its fixed time at least once; three or more add at least the three lowest.
     """
     least = float(counts @ rates.min(axis=1))
     one = float((fixed + counts @ rates).min())

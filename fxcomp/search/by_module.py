@@ -3,9 +3,9 @@
 A module's gradients stay together, so there are no buckets to choose. Its own time is the sum of packing, compressing,
 the collective and decompressing. On a GPU the modules share one wire with the all_gather of parameters:
 
-    end_k = max(ready_k, end_{k-1}) + own_k          the step is as long as the last end
+    end_k = max(ready_k, end_{k-1}) + own_k          updates follow the last end
 
-With gloo a rank waits for each module, so own times add to compute. Strategies end with shards.
+With gloo a rank waits for each module, so its time adds to compute. All strategies end with shards.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def scattered(compressor: Compressor | None) -> Strategy:
 def scattered_by(text: str) -> Strategy:
     """Parse a module's strategy: `dense`, a compressor, or the full strategy. Raise BadPlan for others.
 
-    Plans of an earlier fxcomp that gathered the reduced gradients are accepted: fully_shard gathers now.
+    Strategies of earlier versions, which also gathered the gradients, are accepted without the gather.
     """
     named = strategy_named(text)
     found = scattered(named.compressor)
@@ -128,7 +128,7 @@ class _Pricing:
         self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
 
     def own_us(self, number: int, strategy: Strategy) -> float:
-        """Sum a module's tasks, with the gather of its parameters if that shares the wire."""
+        """Return the total time of a module's tasks, and of the gather of its parameters if that shares the wire."""
         us = sum(task.duration_us for task in self._tasks(number, strategy))
         if self._overlaps:
             gather = f"{CollectiveKind.ALL_GATHER.value} "
@@ -176,7 +176,7 @@ class _Search:
         return tuple(dict.fromkeys((SCATTERED, *(scattered(first) for first in firsts if can_scatter(first)))))
 
     def _pinned(self, members: Sequence[Gradient]) -> Strategy | None:
-        """Return the pinned strategy of a module; a pin on a part applies to all of it."""
+        """Return a module's pinned strategy, if any. A pin on one parameter applies to the whole module."""
         rules = {rule.text: each.name for each in members if (rule := self._terms.pins.rule_for(each.name))}
         if len(rules) > 1:
             (one, first), (other, second) = list(rules.items())[:2]
@@ -263,7 +263,7 @@ class _Search:
         return self._losses.of(strategy, [self._places[gradient.name] for gradient in self._members[number]])
 
     def _is_allowed(self, strategies: Sequence[Strategy]) -> bool:
-        """Return whether a plan keeps the limits of error and bursts; pins alone may exceed them."""
+        """Return whether a plan keeps the limits of error and bursts, or compresses only pinned modules."""
         free = [k for k, offered in enumerate(self._offered) if len(offered) > 1]
         lost = math.fsum(self._lost(k, strategies[k]) for k in range(len(strategies)))
         bursts = sum(self._modules[k].elements for k in free if is_bursty(strategies[k], self._cluster))

@@ -36,18 +36,18 @@ from fxcomp.search.runners import (
 from fxcomp.search.shared_draws import DRAWS, LEAST_GAIN
 from fxcomp.search.workload import Workload
 
-_PRICED = 3  # plans priced exactly
-_IN_FULL = 2  # searches run in full, if cells are not joined
-_NEAR = 0.02  # relative: slower searches are not run in full
-_FAR = 0.1  # relative: slower bf16 plans are not priced exactly; above rounding errors
+_PRICED = 3  # maximum number of plans priced exactly
+_IN_FULL = 2  # maximum number of searches continued by `in_full`
+_NEAR = 0.02  # relative: `in_full` skips searches slower than the best by more
+_FAR = 0.1  # relative: bf16 plans slower by more are not priced exactly
 _UNIFORM = 4  # uniform plans offered to the race
 _ALTERNATIVES = 24  # alternatives in all, at least one per bucket
-_FLIP_RATIO = 1.2  # precision of the bisection, as a ratio
+_FLIP_RATIO = 1.2  # ratio of bandwidths at which the bisection ends
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The step if one bucket had another strategy."""
+    """Predicted step time with another strategy in one bucket."""
 
     strategy: Strategy
     step_us: float
@@ -55,7 +55,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen plan, the compared plans, and their predicted steps in µs."""
+    """Chosen plan, compared plans, and their predicted step times in µs."""
 
     plan: Plan
     step_us: float
@@ -64,19 +64,18 @@ class Choice:
     fastest: Plan
     fastest_us: float
     bf16_us: float
-    """The step with bf16 everywhere, in one shot or hierarchical, whichever is faster."""
+    """Step time with bf16 everywhere: the faster of flat and hierarchical."""
     free_us: float
-    """The step without communication."""
     error: float
-    """Relative error of the prediction."""
+    """Expected relative error of a predicted step time."""
     alternatives: tuple[tuple[Alternative, ...], ...]
     """The fastest other strategies of each bucket."""
     runners: tuple[Runner, ...] = ()
-    """Plans to race, the shortest predicted step first."""
+    """Plans to time in training steps (a race), the shortest prediction first."""
     pins: Pins = NO_PINS
     """Strategies pinned by the user, also in the dense and bf16 plans."""
     exchanged: Exchanged | None = None
-    """Comparison of exchanging gradients and momenta; None without one."""
+    """Comparison of exchanging gradients and momenta; None if only gradients were considered."""
 
     @property
     def stays_dense(self) -> bool:
@@ -90,7 +89,7 @@ class Choice:
 
     @property
     def wins(self) -> float:
-        """Fraction of draws in which the fastest plan beats the best dense one."""
+        """Fraction of random draws of cost errors in which the fastest plan beats the best dense plan."""
         return next((each.wins for each in self.runners if each.plan == self.fastest), 0.0)
 
     @property
@@ -141,7 +140,7 @@ class Choice:
 
 @gc_paused()
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode) -> Choice:
-    """Choose a plan. A mode stands for its default terms.
+    """Choose a plan. A mode stands for `Terms(mode)`.
 
     Every compared plan has the pinned strategies; the "dense" plan compresses nothing else.
     """
@@ -175,7 +174,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms 
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
-    """Yield uniform plans and steps, fastest first, each with a smaller error than all before."""
+    """Yield plans of one strategy and step times, fastest first, each with a smaller error than all before."""
     starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
     for found in sorted(starts, key=lambda each: each.value):
@@ -195,7 +194,7 @@ class Best:
 
 
 def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
-    """Return the fastest plan of several searches. No uniform plan is faster."""
+    """Return the fastest plan of several searches, at least as fast as every plan of one strategy."""
     ends = [(search.fastest(dense_only=dense_only), search) for search in searches]
     ends.sort(key=lambda pair: pair[0][0].value)
     best_us = ends[0][0][0].value.us
@@ -206,7 +205,7 @@ def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
     ]
     others = sorted(((each, search) for found, search in ends for each in found), key=lambda pair: pair[0].value)
     others = others[: _PRICED - 1]
-    if not dense_only:  # close plans may be ranked wrongly
+    if not dense_only:  # the search's approximate prices may rank them wrongly
         bf16 = [(search.starts(numbers, 1)[0], search) for search in searches if (numbers := _bf16_numbers(search))]
         others += [each for each in bf16 if each[0].value.us <= best_us * (1 + _FAR)]
     best = min((_priced(*each) for each in (*carried_on, *others)), key=attrgetter("step_us"))
@@ -222,7 +221,7 @@ def _priced(found: Found, search: PlanSearch) -> Best:
 
 
 def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
-    """Return each bucket's best other strategies, by the search's prices."""
+    """Return the fastest other strategies of each bucket."""
     told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
     more_us = best.step_us - best.found.value.us
     return tuple(
@@ -279,8 +278,8 @@ def flip_gbit(
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is compressed.
 
     Return None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Prices come from the cluster's links, not from
-    live measurements, and plans are searched with low effort. `choice`, the verdict at the current bandwidth, is never
-    contradicted.
+    measured collectives, and the search is short. The result agrees with `choice`, the verdict at the current
+    bandwidth.
     """
     costs, terms = replace(costs, collectives={}), terms if isinstance(terms, Terms) else Terms(terms)
     searches = searches_of(StepPrices(workload, costs, cluster), terms)

@@ -16,7 +16,7 @@ from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
 JUDGED_STEPS = 1000
-"""Steps over which the cost of a race is judged."""
+"""Number of steps with which the cost of a race is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class Raced:
     """A finished race."""
 
     runners: tuple[Runner, ...]
-    """Runners in the order of their first turns; the first one's plan was in force."""
+    """Raced plans in the order of their first steps; the first plan ran before the race."""
     winner: int
     first_step: int
     last_step: int
     """Steps done at the end of the race."""
     cost_ms: float
-    """Time beyond the winner's for as many steps, in ms."""
+    """Time of the race minus the time of the same number of steps under the winner, in ms."""
 
     @property
     def stays(self) -> Runner:
@@ -38,17 +38,17 @@ class Raced:
 
     @property
     def when(self) -> str:
-        """`steps 2 to 21`, counted from 0."""
+        """Return the race's `steps 2 to 21`, counted from 0."""
         return f"steps {self.first_step} to {self.last_step - 1}"
 
     @property
     def what(self) -> str:
-        """`3 plans`, or `2 plans at the momentum`."""
+        """Return `3 plans`, or `2 plans at the momentum`."""
         return f"{len(self.runners)} plans{' at the momentum' if self.stays.plan.moves_exchange else ''}"
 
     @property
     def share(self) -> float:
-        """Cost as a fraction of the winner's first thousand steps."""
+        """Cost / time of 1,000 steps of the winner."""
         ms = self.stays.measured_ms
         return self.cost_ms / (JUDGED_STEPS * ms) if ms else 0.0
 
@@ -64,7 +64,7 @@ class Raced:
 
     @property
     def verdict(self) -> str:
-        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed (predicted 81.2)`."""
+        """Return as text: `dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed (predicted 81.2)`."""
         if self.stays.measured_ms is None:
             return f"{self.stays.name} stays, because no step was timed by all ranks"
         others = ", ".join(_with_time(runner) for k, runner in enumerate(self.runners) if k != self.winner)
@@ -94,7 +94,6 @@ class Raced:
 
 
 def _as_json(runner: Runner) -> dict[str, Any]:
-    """Convert a runner to JSON, with its plan's digest."""
     return {
         "name": runner.name,
         "plan": runner.plan.digest,
@@ -121,13 +120,13 @@ class Decision:
     """Comparison of plans; None if the plan was given."""
     notes: tuple[str, ...] = ()
     is_provisional: bool = False
-    """True if this is the dense plan for timing steps before the choice."""
+    """True for the dense plan that runs while steps are timed before the choice."""
     is_remembered: bool = False
-    """True if the costs are an earlier job's, which the first steps check."""
+    """True if the costs come from an earlier job; the first steps check them."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:
-        """Return the bandwidth between hosts at which the verdict changes, in Gbit/s, or None. The result is cached."""
+        """Return `choose.flip_gbit`, cached; None without a choice or between hosts."""
         if self.choice is None or cluster.hosts == 1:
             return None
         if not self._flips:
@@ -142,12 +141,12 @@ class PlanMove:
     step: int
     why: str
     error: tuple[float, float]
-    """Relative squared error before and after, by the errors known then."""
+    """Relative squared error before and after, from the error table of that step."""
     limit: float
     step_us: tuple[float, float]
-    """Predicted step before and after."""
+    """Predicted step time before and after, in µs."""
     changes: tuple[str, ...]
-    """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
+    """Changes as text, `topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlanMove:

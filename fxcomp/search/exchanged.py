@@ -1,4 +1,4 @@
-"""Price whole jobs, stage by stage, to compare exchanging gradients and momenta.
+"""Predict the time of whole jobs, to compare exchanging gradients and momenta.
 
 gradients   1 stage                     steps * step
 momenta     warm-up, then the plan      warm * warm-up's step + (steps - warm) * step
@@ -27,7 +27,7 @@ class Stretch:
 
 
 def stretches(stages: Mapping[int, Plan], steps: int, price: Callable[[Plan], float]) -> list[Stretch]:
-    """Cut a job into stages, and price each stage's step."""
+    """Return a job's stages with their step counts and predicted step times."""
     ends = [*list(stages)[1:], steps]
     cut = [(plan, min(end, steps) - first) for (first, plan), end in zip(stages.items(), ends, strict=True)]
     return [Stretch(plan, count, price(plan)) for plan, count in cut if count > 0]
@@ -53,7 +53,7 @@ class Exchanged:
     gradients_us: float
     momenta_us: float
     pays_from: int | None
-    """Steps from which momenta make the job shorter; None if never."""
+    """Number of steps from which momenta shorten the job; None if none."""
 
     @property
     def pays(self) -> bool:

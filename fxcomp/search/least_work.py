@@ -5,7 +5,7 @@ with a >= 0, equals the price at the largest size. If it is below the price at e
 Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one
 grain smaller than its share; the time of a grain is subtracted from a.
 
-The bound omits copies to the host, casts, turns, and the tasks of commits.
+The bound omits host copies, casts, transposes and commits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     lost = weight · error, of each gradient        weight = its squares · all elements / all squares
 
-Weights add up to the number of elements, so limits and errors of plans are in elements. Without a table every element
-weighs the same; a part of a gradient weighs its fraction of the elements.
+Weights add up to the number of elements, so limits and errors of plans are in elements. Without a table all elements
+have equal weight.
 """
 
 from __future__ import annotations

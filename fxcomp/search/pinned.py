@@ -1,4 +1,4 @@
-"""Put pinned gradients into strands of their own, with the strategies of their rules.
+"""Group pinned gradients into strands, which share no buckets, with the strategies of their rules.
 
 Their error counts toward the limit. If they alone exceed it, everything else stays dense.
 """
@@ -36,9 +36,9 @@ class Pinned:
 
     strands: tuple[PinnedStrand, ...] = ()
     lost: float = 0.0
-    """Their largest possible error, in elements."""
+    """Largest possible error of the pinned gradients, in elements."""
     bursting: float = 0.0
-    """Largest number of their elements under bursty strategies."""
+    """Largest number of their elements sent as rare large values (bursty)."""
     strand_of: dict[str, PinnedStrand] = field(default_factory=dict[str, PinnedStrand])
 
     @classmethod
@@ -68,7 +68,7 @@ class Pinned:
         return self.lost > lossable * (1 + SAME)
 
     def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:
-        """Return a plan's limits, in elements; at least the error and bursts of pins alone."""
+        """Return a plan's limits, in elements, raised to the pins' own error and bursts if necessary."""
         bursting = math.inf if bursts >= 1 else max(workload.elements * bursts, self.bursting)
         return Bounds(max(lossable, self.lost) * (1 + SAME), bursting)
 

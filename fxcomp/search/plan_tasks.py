@@ -36,7 +36,7 @@ ROUNDING_US = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BucketTasks:
-    """A bucket's tasks: stages started during backward, later tasks, and the update."""
+    """Tasks of a bucket: stages that start during backward, the tasks after them, and the update."""
 
     stages: tuple[tuple[Task, ...], ...]
     final: tuple[Task, ...]
@@ -44,7 +44,7 @@ class BucketTasks:
 
 
 class StepPrices:
-    """Cached prices of one workload's plans: exact by simulation, or as curves over sizes for a search."""
+    """Cached step times of one workload's plans, and price curves for the search."""
 
     def __init__(self, workload: Workload, costs: CostTable, cluster: Cluster) -> None:
         self.workload, self.costs, self.cluster = workload, costs, cluster
@@ -64,7 +64,7 @@ class StepPrices:
         return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
 
     def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Trace prices up to a size. A collective has three curves if processors are shared, else one."""
+        """Return a price in µs as a function of the size. If processors are shared, a collective has three curves."""
         known = self._curves.get(question)
         if known is None or known[0].sizes[-1] < largest:
             prices: list[Callable[[float], float]] = [partial(self._us, question)]
@@ -74,7 +74,7 @@ class StepPrices:
         return known
 
     def _bucket(self, k: int, bucket: Bucket, members: Sequence[Gradient]) -> BucketTasks:
-        # The plan's other buckets determine which part of a cut gradient bears its update.
+        # The other buckets determine which part of a cut gradient includes its update.
         updates_us, joined = sum(each.update_us for each in members), sum(each.joined_bytes for each in members)
         key = k, bucket, updates_us, joined
         tasks = self._buckets.get(key)
@@ -116,13 +116,13 @@ def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluste
 
 
 def ready_times(workload: Workload, plan: Plan) -> list[float]:
-    """Return when each bucket's last gradient is ready, in µs."""
+    """Return the ready time of each bucket's last gradient, in µs."""
     position = {gradient.name: k for k, gradient in enumerate(workload.gradients)}
     return [workload.gradients[max(position[name] for name in bucket.names)].ready_us for bucket in plan.buckets]
 
 
 def handing_out(host_us: float) -> list[Task]:
-    """Return the task of launching a step on a device, for which no task waits."""
+    """Return the host task that launches the step."""
     return [Task("hand out", Stream.HOST, host_us)] if host_us else []
 
 
@@ -153,7 +153,7 @@ def assemble(
             tasks.append(region)
             done_us += region.duration_us
         tasks.extend(_asked_for(buckets[launch.bucket].stages[launch.stage], tasks))
-    for region in regions[entered + 1 :]:  # a world of one rank
+    for region in regions[entered + 1 :]:  # with one rank there are no launches
         tasks.append(region)
         done_us += region.duration_us
     rest = Task(END_OF_BACKWARD, Stream.COMPUTE, max(0.0, workload.backward_us - done_us))
@@ -166,7 +166,7 @@ def assemble(
         if not workload.updates_wait:
             tasks.append(bucket.update)
     buffers = Task("update buffers", Stream.COMPUTE, workload.buffers_us, after=(BROADCAST,))
-    if shares and workload.commits:  # before the step may return early: the forward pass's changes stay
+    if shares and workload.commits:  # before a possible early return, which keeps the forward pass's changes
         tasks.append(buffers)
     if workload.updates_wait:
         arrived = tuple(name for bucket in buckets for name in bucket.update.after)
@@ -178,7 +178,7 @@ def assemble(
 
 
 def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
-    """Cut a region in two. The second part keeps the name: other tasks wait for its end."""
+    """Cut a region in two. The second part keeps the name, because other tasks wait for its end."""
     first_us = max(0.0, min(first_us, region.duration_us))
     head = Task(f"{region.name}, down to the buffers", region.stream, first_us)
     return head, Task(region.name, region.stream, region.duration_us - first_us)
@@ -214,7 +214,7 @@ def members_of(plan: Plan, workload: Workload) -> list[list[Gradient]]:
 
 
 class BucketWriter:
-    """Writer of buckets' tasks, line by line; `_TASKS` maps kinds of lines to methods."""
+    """Builds the tasks of buckets from their operations (`plan/lines.py`)."""
 
     def __init__(self, workload: Workload, prices: Prices, cluster: Cluster) -> None:
         self.commits, self.saves_residuals = workload.commits, workload.saves_residuals
@@ -237,7 +237,7 @@ class BucketWriter:
         return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(self.previous,)))
 
     def stage(self, number: int) -> tuple[Task, ...]:
-        """Return the tasks up to a collective, after the main thread's packing or waiting."""
+        """Return a stage's tasks, after a wait for the previous collective unless the pool waits."""
         awaited = self.lines[number - 1][-1] if number else None
         if awaited is None or awaited.stream is Stream.CPU:  # the pool waits
             first = []
@@ -246,10 +246,7 @@ class BucketWriter:
         return (*first, *(task for line in self.lines[number] for task in _TASKS[line.kind](self, line)))
 
     def final(self, *, is_started: bool) -> tuple[Task, ...]:
-        """Return the tasks after the last collective, if no stage has them, and the copy back to the device.
-
-        The main thread requests them after its last launch.
-        """
+        """Return the tasks after all stages. Pool tasks and copies to the device follow backward."""
         lines = (*(() if is_started else self.lines[-2]), *self.lines[-1])
         return tuple(
             replace(task, after=(*task.after, END_OF_BACKWARD)) if task.stream in (*POOL, Stream.H2D) else task
@@ -284,10 +281,10 @@ class BucketWriter:
         if not self.commits or not leg.compressor.has_state:
             return []
         us = self.prices.pack_us(self._state_size(leg))
-        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # does not wait for the bucket
+        return [Task(f"save state {self.k}", Stream.COMPUTE, us)]  # waits for no task of the bucket
 
     def _saved_payload(self, line: BucketLine) -> list[Task]:
-        """Save a payload that is summed in place, for rollback of the residual."""
+        """Copy a payload that is summed in place, for a rollback of the residual."""
         leg = line.encode
         if not self.commits or self.saves_residuals or not leg.compressor.needs_error_feedback:
             return []

@@ -24,8 +24,7 @@ from fxcomp.search.workload import Workload
 LEAST_KEPT = 0.5
 """Minimum part of a gradient that a strategy keeps, as a fraction of 1 - limit, the part that the whole plan keeps.
 
-Error feedback delays the rest by a time that grows as 1 / kept, and no layer may wait for thousands of steps. L-GreCo
-also keeps its parameters within a factor of 2 to 4 of a reference.
+Error feedback delays the rest by a time that grows as 1 / kept, and no layer may wait for thousands of steps.
 """
 
 

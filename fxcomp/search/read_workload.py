@@ -1,7 +1,4 @@
-"""Read annotated graphs for the search: workloads before bucketing, or a final graph's tasks.
-
-No other file of the search sees nodes.
-"""
+"""Read annotated FX graphs for the search: a workload before bucketing, tasks of a final graph."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from fxcomp.search.workload import Gradient, Workload
 
 
 def graph_tasks(gm: GraphModule) -> tuple[Task, ...]:
-    """Return one task per region of plain nodes, and one per line with a cost.
+    """Return one task per region of compute nodes, and one per other node with a cost.
 
     The main thread's tasks share a stream, in graph order. A task waits for the tasks that make its inputs; the pool's
-    also wait until the main thread requests them.
+    tasks also wait until the main thread requests them.
     """
     writer = _GraphTaskWriter(nodes_on_host(gm))
     for piece in cut(gm):
@@ -60,7 +57,7 @@ class _GraphTaskWriter:
         elif label.cost_us:
             assert label.stream is not None, f"{node.name} has no stream: assign_streams runs first"
             if label.starting_us:
-                is_pools = node in self.on_host  # also a payload that the pool passes on
+                is_pools = node in self.on_host  # also for a payload that the pool forwards
                 stream, load = (Stream.CPU, label.launcher_load) if is_pools else (Stream.COMPUTE, 0.0)
                 before = (*before, *self._add(Task(f"start {node.name}", stream, label.starting_us, before, load)))
             made = self._add(Task(node.name, label.stream, label.cost_us, before, label.load, label.overlap_speed))
@@ -81,14 +78,14 @@ class _GraphTaskWriter:
 
 
 def _blocks(node: Node) -> bool:
-    """Return whether the main thread waits here for a collective whose users run elsewhere."""
+    """Return whether the main thread waits here for a collective whose result is copied to the host."""
     return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)
 
 
 def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
     """Read sizes, ready times and update times, in ready order, from a graph with costs and without buckets.
 
-    `feed_us` is time outside the nodes, before the first one.
+    `feed_us` is the time before the first node.
     """
     ready: dict[Node, float] = {}
     clock = feed_us
@@ -119,7 +116,7 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
 
 
 def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) -> Workload:
-    """Add the cost of exchanging momenta, from the graphs before and after the exchanges have moved."""
+    """Add the cost of exchanging momenta, from the graphs that exchange gradients (`before`) and momenta (`after`)."""
     moved_us = _by_parameter(after, (Role.UPDATE,))
     own, gradient = (_by_parameter(gm, (Role.COMPUTE, Role.GRADIENT)) for gm in (after, before))
     gradients = [
@@ -134,7 +131,7 @@ def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) ->
 
 
 _BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
-"""Roles that count as compute; it stops for an exchange."""
+"""Roles whose time counts as compute, also exchanges, which interrupt it."""
 
 
 def _by_parameter(gm: GraphModule, roles: Collection[Role]) -> dict[str | None, float]:

@@ -1,11 +1,12 @@
-"""Choose strategies again for a plan in force, by the current errors.
+"""Choose strategies again for the current plan, from the current compression errors.
 
     solving = Resolve(prices, plan, terms)
-    solving.turn()                                      a few milliseconds of work; None until the last, the plan
+    solving.turn()                                      a few ms of work; returns the new plan at the end
 
-No step waits: one turn fits between two steps. First the same buckets get other strategies, which a running step can
-follow at once. Then other buckets are searched, which must save `WORTH_MOVING` of the step. Both searches bisect the
-price of error. The result keeps the budget, even if the plan in force does not.
+A call fits between two steps, so no step waits. First the same buckets get other strategies, which the running step can
+adopt at once. Then other buckets are searched, which must shorten the step by the fraction `WORTH_MOVING`. Both
+searches bisect the price of error (µs per element). The result keeps the error budget, even if the current plan does
+not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fxcomp.search.question import Terms, questions_of
 from fxcomp.search.workload import content_of
 
 WORTH_MOVING = 0.02
-"""Fraction of the step that other buckets must save, because they need another program."""
+"""Fraction of the step time that other buckets must save, because they need another program."""
 
 _ROUNDS = 8  # prices to try
 _ROUND = Limits(evaluations=600, options=5, pairs=False, borders=False)
@@ -51,19 +52,19 @@ class Solved:
 
 
 class Resolve:
-    """A search in turns."""
+    """Search that runs in short calls of `turn`."""
 
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, *, moves: bool = True) -> None:
         self._prices, self._plan, self._terms = prices, plan, terms
         self._moves = moves
         self.before: Solved | None = None
-        """The plan in force; None until priced."""
+        """Prediction for the current plan; None until priced."""
         self.after: Solved | None = None
-        """The new plan; None until found."""
+        """Prediction for the new plan; None until found."""
         self._turns = self._solve()
 
     def turn(self) -> Plan | None:
-        """Work for a few milliseconds; return the plan at the last turn. Do not call again after that."""
+        """Work for a few milliseconds. Return None, or the new plan at the last call; do not call again after it."""
         return next(self._turns)
 
     def _solve(self) -> Iterator[Plan | None]:
@@ -133,7 +134,7 @@ class _Kind(NamedTuple):
 
 
 class _Buckets:
-    """A plan's buckets as cells, one strand per kind."""
+    """Search input with one cell per bucket and one strand per kind of bucket."""
 
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
         self._plan, self._prices = plan, prices

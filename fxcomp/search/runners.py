@@ -1,15 +1,15 @@
-"""Pick the plans that a job may race, and decide which is worth following without a race.
+"""Pick the plans (runners) of a race, and decide which one to use without a race.
 
     dense, always
     bf16 everywhere, flat or hierarchical, if the mode allows it
     the plan with the shortest predicted step, and up to two more that differ from all of these
 
-If ranks exchange momenta, the fastest plan and bf16 in the same buckets race after the warm-up. `fxcomp.step.race` lets
-the runners take turns. Before it, each has a predicted step and a fraction of draws (`shared_draws`) in which it beats
-dense:
+`fxcomp.step.race` times them alternately in training steps. If ranks exchange momenta, the fastest plan and bf16 in the
+same buckets race after the warm-up. Each plan has a predicted step time and a fraction of random draws of cost errors
+(`shared_draws`) in which it beats dense:
 
     at least WORTH_TRYING        it may race
-    at least WORTH_FOLLOWING     it is followed if there is no race
+    at least WORTH_FOLLOWING     it is used if there is no race
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.shared_draws import in_draws, share_won
 
 WORTH_TRYING = 0.1
-"""Minimum fraction of draws in which a plan beats dense to race. Dense and bf16 always race."""
+"""Minimum fraction of draws for a race; dense and bf16 always race."""
 
 WORTH_FOLLOWING = 0.75
-"""Minimum fraction of draws in which a plan beats dense to be followed without a race."""
+"""Minimum fraction of draws for a plan to be used without a race."""
 
 OTHERS = 2
 """Maximum number of runners besides dense, bf16 and the fastest."""
 
 DIFFERENT = 0.25
-"""Minimum fraction of elements with other compressors or levels than in every other runner."""
+"""Minimum fraction of elements whose compressors or levels differ, compared with every other runner."""
 
 NEARLY_ALL = 0.02
-"""Lower value of DIFFERENT, for the runner with bf16 everywhere."""
+"""Value of DIFFERENT for bf16 everywhere."""
 
 SAME = 1e-3
 """Relative difference below which predictions are equal."""
@@ -59,7 +59,7 @@ class Runner:
     loss: float
     """Relative squared error of the gradient; decides ties."""
     measured_ms: float | None = None
-    """Median of the counted steps of the slowest rank; None before it has run."""
+    """Median step time of the slowest rank, in ms; None until measured."""
     steps: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -76,10 +76,10 @@ class Runner:
 def pick_runners(
     always: Mapping[str, Plan], others: Iterable[tuple[Plan, float]], prices: StepPrices, table: ErrorTable = ASSUMED
 ) -> tuple[Runner, ...]:
-    """Pick runners, the shortest predicted step first. Of equal plans the first name in `always` counts.
+    """Pick runners, the shortest predicted step first. Equal plans of `always` get the first name.
 
     `always` contains dense; bf16 is dropped if nearly equal to another. `others` are plans with their steps, fastest
-    first. They race if they differ, win often enough, and no runner is both as fast and as precise.
+    first. A plan of `others` is picked if it differs, wins enough draws, and no runner is as fast and as precise.
     """
     dense_us = in_draws(prices, always[DENSE])
 
@@ -106,20 +106,20 @@ def pick_runners(
 def made_runner(
     name: str, plan: Plan, prices: StepPrices, dense_us: Sequence[float], table: ErrorTable = ASSUMED
 ) -> Runner:
-    """Predict a plan that may race; `dense_us` is dense in the same draws."""
+    """Predict a plan's step time; `dense_us` holds the times of dense in the same draws."""
     wins = share_won(in_draws(prices, plan), dense_us)
     return Runner(name, plan, prices.step_us(plan), wins, plan_error(plan, prices.cluster, table))
 
 
 def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
-    """Return the runners with the plan in force first; empty if it is missing or alone."""
+    """Return the runners, the current plan first; empty if it is missing or the only one."""
     mine = [runner for runner in runners if runner.plan == plan]
     others = [runner for runner in runners if runner.plan != plan]
     return (*mine, *others) if mine and others else ()
 
 
 def is_worth_following(plan: Plan, runners: Sequence[Runner]) -> bool:
-    """Return whether a plan beats dense in enough draws to be followed without a race."""
+    """Return whether a plan beats dense in enough draws to be used without a race."""
     return any(each.plan == plan and each.wins >= WORTH_FOLLOWING for each in runners)
 
 

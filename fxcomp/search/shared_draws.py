@@ -2,8 +2,8 @@
 
     the step of a draw = simulate(tasks, each × the error of its kind: compute, a link, copies, or a compressor)
 
-An error is log-normal with median 1 and belongs to the draw, not to the plan: an error in compute or in a link moves
-all plans alike. Seeds are fixed, so that every rank and every run computes the same.
+Errors are log-normal factors with median 1. All plans share them, because a wrong price of compute or of a link changes
+all plans alike. Seeds are fixed, so every rank and run draws the same errors.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
 def drawn_errors(error: float, compute_error: float) -> tuple[float, float, float]:
     """Return the standard deviations of the log errors of compute, links and compressors.
 
-    A prediction's error is mostly due to links.
+    Links get the whole prediction error, because they cause most of it.
     """
     return COMPUTE_ERROR + compute_error, error, max(COMPRESSOR_ERROR, error) + compute_error
 
 
 def share_won(mine: Sequence[float], others: Sequence[float]) -> float:
-    """Return the fraction of draws won by at least LEAST_GAIN."""
+    """Return the fraction of draws in which `mine` is shorter by LEAST_GAIN or more."""
     return sum(a < b * (1 - LEAST_GAIN) for a, b in zip(mine, others, strict=True)) / len(mine)
 
 

@@ -13,7 +13,7 @@ from fxcomp.plan.modes import Content
 from fxcomp.plan.plan import part_shape
 
 MOST_US = 1e18
-"""Upper limit of times; sums of such times are finite (assumed)."""
+"""Upper limit of times in µs, so that sums are finite (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,15 @@ class Gradient:
     name: str
     shape: tuple[int, ...]
     ready_us: float
-    """Compute time until backward has made it."""
+    """Compute time until backward has produced the gradient."""
     update_us: float
     element_type: ElementType = ElementType.F32
     own_us: float = 0.0
-    """Time to update this rank's own momentum, if momenta are exchanged."""
+    """Time to update the rank's momentum before its exchange, if momenta are exchanged."""
     moved_us: float = 0.0
-    """The optimizer's time if momenta are exchanged, instead of `update_us`."""
+    """Replaces `update_us` if momenta are exchanged."""
     joined_bytes: int = 0
-    """Bytes copied into one tensor before the update: the whole gradient, in its last part."""
+    """Bytes of the copy that joins the parts of a cut gradient before its update; counted in one part."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -46,11 +46,10 @@ class Gradient:
 
     @property
     def is_vector(self) -> bool:
-        """True if the parameter has at most one dimension."""
         return len(self.shape) <= 1
 
     def part(self, extent: range, *, bears_update: bool) -> Gradient:
-        """Return a part of the gradient, for a bucket of its own. One part bears the update."""
+        """Return a part of the gradient. With `bears_update` it includes the whole update."""
         update_us, joined = (self.update_us, self.dense_bytes) if bears_update else (0.0, 0)
         return replace(self, shape=part_shape(self.shape, extent), update_us=update_us, joined_bytes=joined)
 
@@ -75,10 +74,9 @@ class Workload:
     saves_residuals: bool = False
     """Residuals are saved too, to be restored bit for bit."""
     broadcast_bytes: int = 0
-    """Buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
+    """Bytes of the buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
     broadcast_ready_us: float = 0.0
     buffers_us: float = 0.0
-    """Time to copy buffers back."""
     host_us: float = 0.0
     """Host time to launch the step, overlapped with the device's work."""
 
@@ -95,7 +93,7 @@ class Workload:
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
 
     def after_compute(self, ahead_us: float) -> Workload:
-        """Return the step after more compute, or less if negative."""
+        """Return the step with `ahead_us` more compute at its start, or less if negative."""
         if not ahead_us:
             return self
         last_us = max(0.0, self.backward_us + ahead_us)
@@ -111,7 +109,7 @@ class Workload:
         )
 
     def moved(self, names: Collection[str]) -> Workload:
-        """Return the step with exchanged momenta of these parameters."""
+        """Return the step that exchanges momenta of these parameters."""
         if not names:
             return self
         more_us, broadcast_ready_us = 0.0, self.broadcast_ready_us
@@ -141,7 +139,7 @@ class Workload:
 
     @property
     def free_us(self) -> float:
-        """The step with free communication: compute or host time, the longer one."""
+        """Step time without communication: the maximum of compute and host time."""
         return max(self.compute_us, self.host_us)
 
     @property

@@ -66,7 +66,7 @@ class Sums:
         return scale if is_weighted or self._length == 1 else scale / self._length
 
     def whole(self, name: str, gradient: Tensor, share: Tensor | None = None) -> Tensor:
-        """Return the mean gradient of a group with this last gradient; `share` is the weight of the sum."""
+        """Return a group's mean gradient, given its last `gradient` and, for weighted losses, their weight `share`."""
         before = self._sums.get(name)
         if before is None and share is None and self._scale is None:
             return gradient
@@ -77,7 +77,7 @@ class Sums:
         return (total * factor).to(gradient.dtype)
 
     def share(self, count: Tensor | None, sum_over_ranks: Callable[[Tensor], object], ranks: int) -> Tensor:
-        """Return the weight of gradients: ranks / elements, with `count` in the last batch. Every rank calls it."""
+        """Return the gradients' weight, ranks / elements; the last batch has `count` elements. Every rank calls it."""
         everywhere = self.count.clone() if count is None else self.count + count
         sum_over_ranks(everywhere)
         return torch.where(everywhere > 0, ranks / everywhere, 0.0)[0].float()
@@ -99,7 +99,7 @@ class Inputs:
         habits = {owner.name: training.habits[owner.group].counters for owner in training.owned}
         self._owners = training.owners
         self._counters = habits if any(habits.values()) else {}
-        """Python numbers that optimizers count in, by parameter."""
+        """Increments of Python numbers in optimizer states, by parameter and key."""
         self._stateless = set[str]()
         """Parameters known to have no optimizer state."""
         self.numbers: Sequence[Mapping[str, float]] = ()

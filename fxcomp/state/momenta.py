@@ -153,7 +153,7 @@ class Momenta:
         return (name, updates[name], needed) if name is not None and updates[name] < needed else None
 
     def before_step(self, step: int, plan: Plan) -> None:
-        """Freeze if due: not earlier, as the optimizer's state may be loaded after the step's."""
+        """Freeze if due. Loading does not freeze, because the optimizer's state may be loaded after the step's."""
         if self.is_due(step):
             freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True

@@ -1,7 +1,7 @@
 """Save a step's state besides the model and the optimizer, and load it on any number of ranks and under any plan.
 
-Every rank saves its residual slices with slot (index of the compression), place and weight. All ranks load together:
-each passes one state, several if ranks have gone, or None. `hand_over` preserves the sum of the residuals.
+Every rank saves its residuals as `Slice`s. All ranks load together: each passes one state, several if the job has
+fewer ranks now, or None. `hand_over` preserves the sum of the residuals.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxcomp.state.handover import Holding, Sharing, hand_over
 VERSION = 3
 
 Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""State that this rank saved; several if ranks have gone; or None."""
+"""One saved state, several if the job has fewer ranks now, or None."""
 
 
 def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: int) -> dict[str, Any]:

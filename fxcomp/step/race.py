@@ -14,7 +14,7 @@ timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` 
 A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
 The cost of a race is its time above the winner's. If predictions hold, a heat costs at most HEAT · (FAR - 1) steps of
-the winner, and four heats cost 8, which is 0.8 % of the first thousand steps.
+the winner, and four heats 8: 0.8 % of the first thousand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEAT = 2
 """Steps of a runner's first turn."""
 
 COUNTED = 7
-"""Counted steps that suffice for a median: one of a heat, and two turns."""
+"""Counted steps that suffice for a median: 1 of the heat, 3 of each of two turns."""
 
 MOST_AFTER_HEATS, MOST_LATER = 3, 2
 """Maximum number of runners after the heats, and after each later round."""
@@ -47,8 +47,8 @@ LONGEST = 48
 """Maximum length of a race, in steps."""
 
 FAR = 2.0
-"""A runner does not run if it is predicted to take more than twice as long as the best one so far is measured, and
-predicted, to take. Predictions err by less.
+"""A runner does not run if its predicted time is more than twice both the best runner's measured and predicted times.
+Predictions err by less.
 """
 
 SPREAD = 0.05

@@ -246,9 +246,9 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the plan of a state that as many ranks saved without a running or scheduled race.
+        """Follow the plan of a loaded state that the same number of ranks saved, with no race running or scheduled.
 
-        Do nothing if a step has run, if the plan does not fit, or if the job does not begin dense. Every rank calls it.
+        Do nothing if a step has run, the plan does not fit, or the job does not begin dense. Every rank calls it.
         """
         ranks, decision = self._site.ranks, self._force.decision
         if ranks.world_size == 1 or not self._options.begins_dense:

@@ -162,7 +162,7 @@ class Result:
 
     @property
     def line(self) -> str:
-        """Setting that keeps `names` dense. Empty if none is needed or can express the plan."""
+        """Setting that keeps `names` dense. Empty if none is needed, or no setting expresses the plan."""
         if self.is_spread:
             return written(Compress(within="lossless"))
         found = mended(self.compress, self.names, self.mended_plan, self.saved) if self.names else None

@@ -203,7 +203,7 @@ _LEAST_COST = 0.03  # of DDP's step; below it, there is nothing to recover
 def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:
     """Write the result, with a chart of at most `width` columns.
 
-    Only the faster of DDP's hooks is charted. It is selected by the same steps, a bias in favor of the hook.
+    Only the faster of DDP's hooks is charted. Choosing it by the compared steps favors the hook.
     """
     named = {each.name: each for each in contestants}
     ddp, fxcomp, free = (named[name] for name in (DDP, FXCOMP, FREE))

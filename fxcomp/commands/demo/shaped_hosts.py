@@ -147,9 +147,9 @@ def _may_make_namespaces() -> bool:
 
 
 def _shaping_commands(rate: str | None) -> list[str]:
-    """Return the commands that limit a host's rate. Packets leave in trains, as from a segmenting network card.
+    """Return the commands that limit a host's rate and the length of packet trains (segmentation offload).
 
-    The kernel cuts longer trains into packets: 6 to 12 ms of processor time per MB instead of 2 to 3, and 70 MB/s
+    The kernel would cut longer trains into packets: 6 to 12 ms of processor time per MB instead of 2 to 3, and 70 MB/s
     instead of 104 over 1 Gbit/s in both directions (measured, 2026-11).
     """
     trains, replace = f"ip link set dev {INTERFACE} gso_max_size", f"tc qdisc replace dev {INTERFACE} root"

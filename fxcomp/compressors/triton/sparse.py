@@ -1,6 +1,6 @@
 """Lay out and decode the sparse payload of topk and sidco, without synchronising with the device.
 
-First the places (indices in a segment) of all ranks are read into lists, from the ones in the bit strings. Then each
+First the places (indices in a segment) of all ranks are read into lists, from the 1 bits of the bit strings. Then each
 tile of the bucket finds its part of each list. A section is a segment's part of the payload.
 """
 

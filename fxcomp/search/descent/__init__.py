@@ -1,4 +1,4 @@
-"""Improve plans numerically, in csrc/search.cpp: buckets are spans of cells, prices are piecewise linear.
+"""Improve plans in C++ (csrc/search.cpp). A bucket is a range of cells (joined gradients); prices are piecewise linear.
 
 plan_search ─► engine ─► problem (the numbers)
 

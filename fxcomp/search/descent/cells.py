@@ -87,7 +87,6 @@ class Strand:
         return [size * sum(atom.elements for atom in self.within(k, k + 1)) for k in range(self.cells)]
 
     def last(self, cell: int) -> int:
-        """Return the index of a cell's last atom."""
         return self.places[self.borders[cell + 1] - 1]
 
     def ready_us(self, cell: int) -> float:
@@ -97,7 +96,6 @@ class Strand:
         return self.atoms[self.borders[start] : self.borders[stop]]
 
     def whole(self) -> Strand:
-        """Return the strand with one cell per atom."""
         return Strand(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
 
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
@@ -113,10 +111,7 @@ class Strand:
         return [before[border] for border in self.borders]
 
     def continued(self) -> tuple[list[int], list[int]]:
-        """Return two numbers per cell: the last cell of the gradient inside which it begins, and its dense bytes.
-
-        A cell that begins at a gradient's start has -1 and 0.
-        """
+        """Return, per cell that begins inside a gradient, the gradient's last cell and dense bytes; else -1 and 0."""
         ends, sizes = [-1] * self.cells, [0] * self.cells
         cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
         last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
@@ -155,7 +150,7 @@ def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CEL
 
 
 def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[list[int] | None]:
-    """Return, per template and cell, the largest `stop` of a bucket that starts there; None without a limit.
+    """Return, per template and cell, the largest end of a bucket that starts at the cell; None if unlimited.
 
         a vector of 3e9 elements, topk(0.01)       its indices exceed 31 bits: no bucket with the vector
         a matrix of 3e9 elements in four atoms     no bucket with three of the atoms

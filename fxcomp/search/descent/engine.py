@@ -29,7 +29,7 @@ class Engine(Protocol):
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Price a plan with each option of a strand, in one bucket at a time."""
+        """Price a plan with each option in one bucket at a time."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
@@ -127,7 +127,7 @@ class Simulated:
         return value
 
     def _lost(self, part: Part) -> float:
-        """Return a bucket's error, in elements; infinite if its compressor cannot carry it."""
+        """Return a bucket's error, in elements; infinite if too large for its compressor."""
         p, option = self._problem, self._problem.strand_options[part.strand] + part.option
         reach = p.option_reach[option]
         if reach >= 0 and part.stop > p.reach[reach + part.start]:

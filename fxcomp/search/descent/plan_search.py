@@ -1,8 +1,8 @@
-"""Find the fastest plan of a workload: uniform starts, a descent from the best of them, then a descent in full.
+"""Find the fastest plan of a workload: uniform starts, a descent from the best of them, then a descent in finer cells.
 
 Every start has one bucket size and one strategy, so no uniform plan is predicted to be faster than the result. The
 descent changes one bucket at a time, then two (csrc/search.cpp). Of equally fast plans the smallest error wins.
-Thousands of gradients are first joined into 64 cells.
+The first descent joins thousands of gradients into 64 cells, the second has a cell for each atom (`atoms.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PRICES = (1 / 64, 64.0)
 SPENT = 0.98
 """Fraction of the error limit that counts as used up."""
 
-_CLOSE = 3  # starts priced exactly, if about as fast as the result
-_KEPT = 128  # starts kept
+_CLOSE = 3  # maximum number of starts in the result, if about as fast
+_KEPT = 128  # maximum number of starts
 _ERROR = 5e-3  # relative error of the search's prices
 _LINES_ERROR = 1e-3  # the same without the rounding of shards
 _ROUGH, _LISTED = 256, 16  # buckets of the starts priced exactly: with rounding of shards, without
@@ -96,7 +96,7 @@ class PlanSearch:
         self._engine_of_whole: Engine | None = None
 
     def fastest(self, *, dense_only: bool) -> list[Found]:
-        """Return the fastest plans, fastest first, with every uniform plan that may be as fast."""
+        """Return improved plans and the best uniform plans that are nearly as fast, fastest first."""
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         effort = SHARED if self.shares else ALONE
         first = effort.first._replace(dense_only=dense_only)
@@ -116,8 +116,7 @@ class PlanSearch:
     def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
         """Yield improved plans, bisecting the price of error until the plan just uses up the limit.
 
-        A low price uses the limit where it saves little, a high one leaves part of it unused. Each round yields two
-        plans, the second improved without a price.
+        Each round yields two plans; the second is improved without a price.
         """
         lossable, found = self.question.bounds.lost, begun
         saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
@@ -137,7 +136,7 @@ class PlanSearch:
         return self.improved(best.parts, QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
-        """Return the fastest uniform plans with these strategies of the first strand.
+        """Return the fastest uniform plans; `numbers` are indices of the first strand's options.
 
         Other strands' buckets stay uncompressed if they may not have the strategy. Pinned buckets use the same levels
         if possible.
@@ -164,8 +163,8 @@ class PlanSearch:
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
         """List the starts whose steps may be shorter than `us`.
 
-        Prices include the usual rounding of shards, which very small buckets lack: every start that is fast without it
-        is listed, and the fastest few of the exactly priced ones.
+        Prices include an average rounding of shards. If it matters, as in small buckets, a start is listed if it is
+        fast without it.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)
@@ -215,7 +214,7 @@ class PlanSearch:
         return answers
 
     def in_full(self, found: Found, *, dense_only: bool) -> Found:
-        """Improve a plan and the best starts with one cell per atom, then try kicks."""
+        """Improve a plan and the best starts with one cell per atom, then leave local minima by `kicks`."""
         strands, effort = self._whole, SHARED if self.shares else ALONE
         engine = self._engine_in_full()
         offered = self._dense_options() if dense_only else range(len(self.options[0]))
@@ -248,7 +247,7 @@ class PlanSearch:
         return tuple(sorted(parts, key=lambda part: self.strands[part.strand].last(part.stop - 1)))
 
     def _options_like(self, number: int) -> tuple[int, ...]:
-        """Return each strand's matching option: the same strategy, else a similar one, else the first."""
+        """Return each strand's option most like the first strand's option `number`."""
         wanted = self.options[0][number].strategy
         levels = _levels(wanted)
 
@@ -264,7 +263,7 @@ class PlanSearch:
         return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
-        """Return the best starts, half of them with new strategies."""
+        """Return `count` of the best starts; the second half adds new strategies."""
         taken = list(starts[: (count + 1) // 2])
         strategies = set(map(self._first_option, taken))
         for found in starts:

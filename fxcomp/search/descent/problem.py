@@ -1,7 +1,7 @@
-"""The numbers by which a search compares plans, in arrays that csrc/search.cpp reads in place.
+"""Input of the search in arrays that csrc/search.cpp reads in place.
 
-The entries of strands, templates, tasks and curves are concatenated, with arrays of starts. csrc/priced_parts.h has the
-same fields in the same order.
+The entries of strands, templates, tasks and curves are concatenated, with arrays of start indices. csrc/priced_parts.h
+has the same fields in the same order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fxcomp.search.losses import Losses
 from fxcomp.search.plan_tasks import StepPrices
 
 NOTHING = -3
-"""Arrival task of a template without one."""
+"""Arrival task of a template whose update waits for no task."""
 
 DENSE, BURSTY = 1, 2
 """Traits of an option. DENSE: allowed in dense plans, because it is dense or pinned."""
 
 _MOST = sys.float_info.max
-"""Largest finite error limit; a bucket that cannot be carried has an infinite error."""
+"""Largest finite error limit; a bucket too large for its compressor has an infinite error."""
 
 PLACE = {stream: place for place, stream in enumerate(Stream)}
 
@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a plan, in elements: its error, and the number of elements whose strategy is bursty."""
+    """Limits of a plan, in elements: error, and elements with bursty strategies (rare large values)."""
 
     lost: float = math.inf
     bursting: float = math.inf
@@ -95,7 +95,9 @@ class Problem:
     task_stream: array[int]
     task_load: array[float]
     task_collective: array[int]
-    """First of three curves: a collective's time, processor time, and time during compute; -1 for other tasks."""
+    """Index of the first of three curves: a collective's time, processor time, and time during compute; -1 for other
+    tasks.
+    """
     task_follows: array[int]
     follows: array[int]
     task_terms: array[int]
@@ -150,7 +152,6 @@ class Problem:
         return more * max(self.slopes[points]) if more else 0.0
 
     def lost(self, part: Part) -> float:
-        """Return a bucket's error, in elements."""
         first = self.strand_losses[part.strand] + part.option
         width = self.strand_options[part.strand + 1] - self.strand_options[part.strand]
         return self.losses[first + part.stop * width] - self.losses[first + part.start * width]

@@ -1,6 +1,6 @@
-"""Effort of a search, kicks out of local minima, and starts that use an error limit well.
+"""Effort of a search, kicks out of local minima, and starts that use up an error limit (spent starts).
 
-A kick is a change that no descent step makes. A spent start comes from a dynamic program.
+A kick is a change that no descent step makes. A dynamic program finds the spent starts.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Effort(NamedTuple):
     starts: int
     first: Limits
     improved: int
-    """Results to improve further, two changes at a time."""
+    """Number of results to improve further, two changes at a time."""
     then: Limits
     in_full: Limits
     """Limits with one cell per atom, for the best result and `improved` starts."""
     kicked: Limits
     rounds: int
     tails: int
-    """Options tried in kicks for the end of the last bucket."""
+    """Number of options that kicks try for the end of the last bucket."""
     prices: int
-    """Prices of error to try."""
+    """Number of prices of error to try."""
 
 
 ALONE = Effort(
@@ -59,7 +59,6 @@ SHARED = Effort(
 QUICK = Limits(evaluations=300, pairs=False)
 
 _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
-"""Fractions of a bucket that a kick cuts off."""
 
 
 def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list[Parts]:
@@ -97,10 +96,10 @@ def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list
 
 
 GRID = 128
-"""Steps of error from 0 to the limit."""
+"""Number of error levels from 0 to the limit."""
 
 MOST_CELLS = 20
-"""Cells of the first strand; more cells are merged."""
+"""Maximum number of cells in the dynamic program; more are merged."""
 
 Numbers = Any
 
@@ -110,8 +109,9 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
 
         end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
-    A descent keeps the limit in every step, so it cannot make several layers finer to make one slow layer coarser. This
-    program can, on a timeline with one queue. A bucket's time is its time on the wire, in a second start plus compute.
+    end(j, e) is when the buckets of cells before j end with error e, in one queue. The first start counts only wire
+    time, the second adds compute. A descent keeps the limit at each change, so it cannot compress several layers less
+    and one slow layer more.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]

@@ -9,8 +9,8 @@
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
 A `BucketWriter` writes the tasks of one large bucket, with a `_Recorder` as cost table. Sizes are proportional to a
-feature that adds up over gradients. The largest shard is larger, because borders are rounded to a compressor's blocks:
-by the mean over odd-sized buckets.
+feature that adds up over gradients. The largest shard exceeds its proportion, because borders are rounded to a
+compressor's blocks; the mean excess over odd-sized buckets is added.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Feature(NamedTuple):
     is_whole: bool = True
 
     def of(self, shape: Sequence[int], ranks: int) -> int:
-        """Return the size for a gradient's shape. Raise BadOption if the compressor cannot carry it."""
+        """Return the size for a shape. Raise BadOption if it is too large for the compressor."""
         elements = math.prod(shape)
         if self.compressor is None:
             return elements
@@ -69,13 +69,13 @@ ELEMENTS = Feature(Measure.VALUES)
 
 @lru_cache(maxsize=256)
 def feature_sizes(feature: Feature, shapes: tuple[tuple[int, ...], ...], ranks: int) -> tuple[float, ...]:
-    """Return the size for each shape; 0 where the compressor cannot carry it."""
+    """Return the size for each shape; 0 if too large for the compressor."""
     known = {shape: size_of(feature, shape, ranks) or 0.0 for shape in dict.fromkeys(shapes)}
     return tuple(known[shape] for shape in shapes)
 
 
 def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
-    """Return the size for a shape; None if the compressor cannot carry it."""
+    """Return the size for a shape; None if too large for the compressor."""
     try:
         return float(feature.of(shape, ranks))
     except BadOption:
@@ -97,7 +97,7 @@ class TaskTemplate:
 
     stream: Stream
     after: tuple[int, ...]
-    """Numbers of the bucket's tasks, REGION, or BACKWARD."""
+    """Indices of the bucket's tasks, REGION, or BACKWARD."""
     terms: tuple[Term, ...]
     load: float
     is_collective: bool
@@ -105,7 +105,7 @@ class TaskTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The tasks of a strategy's buckets, numbered through stages and final tasks."""
+    """Tasks of a strategy's buckets."""
 
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
@@ -150,7 +150,6 @@ def template_of(strategy: Strategy, setting: Setting) -> Template:
 
 
 def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, ...]]) -> BucketTasks:
-    """Return the tasks of a bucket of these shapes, with recorded prices."""
     probe = [Gradient(f"probe {k}", shape, 0.0, 0.0, setting.element_type) for k, shape in enumerate(shapes)]
     step = Workload(
         tuple(probe),

@@ -6,8 +6,7 @@
     emit       otherwise: every rank, one pass per turn
     switch     residuals are kept
 
-If solving raises, the plan stays. A job that began dense stays dense, because dense has no error and was predicted or
-measured to be fastest.
+If solving raises, the plan stays. A job that began dense stays dense, because dense has no error and was fastest.
 """
 
 from __future__ import annotations

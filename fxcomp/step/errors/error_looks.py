@@ -30,10 +30,10 @@ AT_ONCE, FIRST = 20.0, 2
 
 
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
-    """Return the number of steps to the next look, and the time of looks that must still be waited for.
+    """Return the steps to the next look, and the time of looks for which a later wait must make up.
 
-    `unpaid_us` is this time before, `step_us` the step time without a look, 0 if unknown.
-    `more_come_first` is True if some families have not been measured yet.
+    `unpaid_us` is the time of looks since the last such wait, `step_us` a step's time without a look (0: unknown).
+    `more_come_first`: some families have not been measured.
     """
     if more_come_first and unpaid_us < AT_ONCE * step_us:
         return FIRST, unpaid_us

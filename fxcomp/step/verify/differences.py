@@ -22,7 +22,7 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Tolerances for values rounded to 11 and 8 bits between operators (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients, in units of relative tolerance times largest gradient; some are only rounding."""
+"""Absolute tolerance of gradients / (relative tolerance · largest gradient). Some are only rounding."""
 
 ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
@@ -31,7 +31,7 @@ UPDATE = 1e-4
 """Tolerance of an update relative to its largest change: a few float32 operators on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
-"""Units in the last place that a 16-bit update may differ by: fused operators round once, others more often."""
+"""Maximum difference of 16-bit updates, in units in the last place: fused operators round less often."""
 
 
 def tolerance_of(captured: Captured) -> float:
@@ -110,8 +110,8 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or its part from element `start` on.
 
-        The tolerance grows with the largest of all gradients. A difference that is too large, but within the tolerance
-        of that gradient, makes this one a suspect, because its terms may be larger than their sum.
+        A difference that exceeds this gradient's tolerance, but not that of the largest of all gradients, makes it a
+        suspect: it may be rounding, because a gradient's terms may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
