@@ -110,7 +110,7 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or its part from element `start` on.
 
-        A difference that exceeds this gradient's tolerance, but not that of the largest of all gradients, makes it a
+        A difference above this gradient's tolerance, but not above the largest gradient's tolerance, makes it a
         suspect: it may be rounding, because a gradient's terms may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
