@@ -44,7 +44,7 @@ def measured_links(cluster: Cluster, costs: CostTable) -> list[str]:
 
 
 def links_in_sources(plan: Plan, cluster: Cluster, costs: CostTable) -> list[tuple[str, str]]:
-    """Return the plan's collectives that are priced by a link, with sources."""
+    """Return collectives of the plan that were not measured themselves, with the source of each price."""
     measured = measured_links(cluster, costs)
     by_level = {level: each.name for each in _links(cluster) for level in each.levels}
     rows: list[tuple[str, str]] = []

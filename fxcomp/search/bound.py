@@ -205,7 +205,7 @@ class _Bound:
 
 
 _ERROR, _BURSTS = -1, -2
-"""Weight keys of the prices of error and bursts; stream keys begin at 0."""
+"""Keys of the weights of error and bursts; streams have keys from 0."""
 
 
 class _BoundSums:
