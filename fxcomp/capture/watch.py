@@ -63,7 +63,7 @@ RECENT = 4
 """Number of latest states that are checked before a full walk; train() and eval() alternate between two."""
 
 KNOWN = 32
-"""Maximum number of states of watched values that are recognized when they return."""
+"""Maximum number of states that are recognized when they return."""
 
 LIVE_AFTER = 2
 """Number of changes after which a float becomes live."""

@@ -82,7 +82,7 @@ def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes
 
 
 def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[str]:
-    """Return the bandwidth below which compressing the largest bucket pays, if exposed, for each strategy of the plan.
+    """Return the bandwidth below which each strategy pays for the largest bucket, if exposed.
 
     A dense plan is compared with int8.
     """
