@@ -1,7 +1,7 @@
 """Report which links of a cluster were measured.
 
-    links as measured                                                 all of them, in the running job
-    10gbit between hosts (assumed), 14.51gbit inside (measured)       a table of one host, for a cluster of eight
+    links as measured                                                 all were measured, in the running job
+    10gbit between hosts (assumed), 14.51gbit inside (measured)       the table is of one host, the cluster has eight
     10gbit between hosts, 100gbit inside                              nothing was measured
 
 A link is measured if a collective over it was.
