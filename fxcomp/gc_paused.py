@@ -12,10 +12,7 @@ MANY = 100_000
 
 @contextmanager
 def gc_paused() -> Generator[None]:
-    """Disable garbage collection while long-lived objects are created.
-
-    Collection takes a sixth of the time of importing torch and of `fxcomp explain` (measured, 2026-11).
-    """
+    """Disable garbage collection, a sixth of the time to import torch and of `fxcomp explain` (measured, 2026-11)."""
     collected = gc.isenabled()
     gc.disable()
     try:

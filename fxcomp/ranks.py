@@ -66,7 +66,7 @@ class Ranks:
         self.rank, self.world_size = (members.place, len(members)) if members else (0, 1)
         self.fits_links = fits_links
         self.stopped: Stop | None = None
-        """Set while ranks may be at different places. No collective starts until they have reconnected."""
+        """Set while ranks may be at different steps or lines. No collective starts until they have reconnected."""
         self._root = root
         self._talk = root
         """Current or last exchange through the store."""

@@ -73,7 +73,7 @@ LEVEL_WORDS = {
 CUTS = """
 Steps that cut the bucket are undone in reverse order once the sum is complete: reduce_scatter and all_to_all by
 all_gather, reduce and gather by broadcast. Shards are as equal as possible, without padding, and never cut a
-compressor's block. Some shards of a small bucket are empty.
+compressor's block.
 
 A strategy that ends with `shards` leaves each rank its own shard of the mean:
 `compress(int4)@gpu > all_to_all@world > decompress@gpu > shards`. Only
@@ -110,11 +110,11 @@ values of each rank after a step: whose gradients, and a bar for the part of the
     abcd ▒▒▒▒     a payload of the sum of all four
 
 *rank* and *uplink* are the bytes that the busiest rank sends, and that the busiest host sends to other hosts, as shares
-of the bucket's dense bytes. A dense ring sends {ring:.2f}. all_reduce is a ring; other collectives send directly from
-rank to rank, as over gloo. *Latencies* count rounds of dependent messages: one for a direct collective, 2(p - 1) for a
-ring of p ranks. *Error* is |applied - mean|² / |mean|² for independent Gaussian gradients without error feedback. With
-error feedback, each compression has a *slot* with a residual. The residuals of all ranks, times their *weights*, sum to
-the part that the mean still lacks.
+of the bucket's dense bytes. all_reduce is a ring ({ring:.2f} dense); others send directly, as over gloo. *Latencies*
+count rounds of dependent messages: one for a direct collective, 2(p - 1) for a ring of p ranks. *Error* is
+|applied - mean|² / |mean|² for independent Gaussian gradients without error feedback. With error feedback, each
+compression has a *slot* with a residual. The residuals of all ranks, times their *weights*, sum to the part that the
+mean still lacks.
 
 Numbers are for a bucket of {elements:,} values.
 """

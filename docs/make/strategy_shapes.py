@@ -29,15 +29,10 @@ CHAPTERS = (
                 "One shot",
                 "Every rank gets the payloads of all ranks and decompresses them. There is one compression, one"
                 " latency and one error. Bytes grow with the number of ranks: if a payload has the share b of the"
-                " dense bytes, one shot sends more than a dense ring from 2/b ranks on.",
+                " dense bytes, one shot sends more than a dense ring from 2/b ranks on. The network sums linear"
+                " payloads, with any number of ranks: `compress(bf16)@gpu > all_reduce@world > decompress@gpu`. For"
+                " `powersgd(4)`, `propose(powersgd(4))@gpu > all_reduce@world` comes first.",
                 "compress(int8)@gpu > all_gather@world > decompress@gpu",
-            ),
-            Shape(
-                "One shot of a linear compressor",
-                "Linear payloads are summed by the network, which rounds while it adds. Bytes do not grow with the"
-                " number of ranks. `powersgd(4)` is linear once the ranks agree on a basis: `propose(powersgd(4))@gpu"
-                " > all_reduce@world` comes first.",
-                "compress(bf16)@gpu > all_reduce@world > decompress@gpu",
             ),
             Shape(
                 "Two shots",
@@ -65,17 +60,11 @@ CHAPTERS = (
             ),
             Shape(
                 "One shot between hosts",
-                "Dense inside hosts, compressed between them. On two hosts, two shots do not send fewer bytes. A linear"
-                " compressor can compress the gradient once, first, and the network sums its payloads at all levels.",
+                "Dense inside hosts, compressed between them. From three hosts on, two shots send less. A linear"
+                " compressor can compress the gradient once, first, and the network sums its payloads at all levels."
+                " Where links inside hosts are slow, sums inside them can be compressed too, with one more error and"
+                " one more residual.",
                 "reduce_scatter@intra > compress(int4)@gpu > all_gather@inter > decompress@gpu > all_gather@intra",
-            ),
-            Shape(
-                "Two shots between hosts, payloads forwarded",
-                "Payloads from other hosts are forwarded inside the host and decompressed once, at the end. This"
-                " sends less than one shot from three hosts on. Where links inside hosts are slow, sums inside them can"
-                " be compressed too, with one more error and one more residual.",
-                "reduce_scatter@intra > compress(int4)@gpu > all_to_all@inter > decompress@gpu > compress(int8)@gpu"
-                " > all_gather@inter > all_gather@intra > decompress@gpu",
             ),
         ),
     ),
@@ -85,14 +74,11 @@ CHAPTERS = (
         " fast. They also work for hosts with different numbers of ranks.",
         (
             Shape(
-                "Gathered and passed on",
-                "The first rank collects all payloads and forwards them: one compression, one error.",
-                "compress(int8)@gpu > gather@world > broadcast@world > decompress@gpu",
-            ),
-            Shape(
                 "Hosts that differ",
-                "Two ranks on one host, one on the other. The first ranks of the hosts exchange payloads.",
-                "reduce@intra > compress(int8)@gpu > all_gather@inter > decompress@gpu > broadcast@intra",
+                "Two ranks on one host, one on the other. The first rank collects all payloads and forwards them. With"
+                " `all_gather@inter` in place of gather and broadcast, the first ranks of the hosts exchange payloads:"
+                " rank 2.25, uplink 0.25.",
+                "reduce@intra > compress(int8)@gpu > gather@inter > broadcast@inter > decompress@gpu > broadcast@intra",
                 "2+1",
             ),
         ),

@@ -57,7 +57,7 @@ class StructureGuard:
         self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
-        """Raise StepChanged if requires_grad, hooks, memory or groups of parameters changed, or optimizer hooks."""
+        """Raise StepChanged if a parameter's requires_grad, hooks, memory or group changed, or for optimizer hooks."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
@@ -302,7 +302,7 @@ class _BakedOptions:
         self._baked: tuple[Hashable, ...] = ()
 
     def read(self, group: dict[str, Any]) -> tuple[Hashable, ...]:
-        """Return the options; reuse them if all objects are the same and none is a collection."""
+        """Return the options; the last result if all objects are the same and none is a collection."""
         values = [*group, *group.values()]
         if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
             self._baked = _baked_options(group)

@@ -1,4 +1,4 @@
-"""Bandwidth of a group of ranks in a tree of links, while sibling groups communicate too.
+"""Bandwidth of a group of ranks in a tree of links shared with sibling groups.
 
     bandwidth of a pattern = min over the links crossed of  link bandwidth / bytes crossing it per byte a rank sends
 
@@ -89,7 +89,7 @@ class Crossing(NamedTuple):
         return cls(loads, inside, turns)
 
     def plus(self, other: Crossing) -> Crossing:
-        """Add another unit's traffic on a shared medium. In patterns with a single sender, its traffic counts once."""
+        """Add another unit's traffic on a shared medium; with a single sender, take the larger."""
         sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
         loads = (*sums[:_EVERYONE], *map(max, self.loads[_EVERYONE:], other.loads[_EVERYONE:]))
         return Crossing(loads, self.inside + other.inside, self.turns + other.turns)

@@ -2,9 +2,9 @@
 
 The calling file determines the answer:
 
-    user's or library's     the table's; an error without an entry
-    torch's                 torch's own; the table's if torch raises
-    fxcomp's                torch's own
+    user's or library's     from the table; an error if there is no entry
+    torch's                 from torch, or from the table if torch raises
+    fxcomp's                from torch
 
 Streams and events do nothing, memory figures are 0, and CUDA's random generator is the CPU's.
 """

@@ -34,7 +34,7 @@ def process_group(name: str) -> Any:
 
 
 def group_name(boxed: Any) -> str:
-    """Return a boxed process group's name, by which any rank finds it."""
+    """Return the name of a process group wrapped as a ScriptObject."""
     return dist.ProcessGroup.unbox(boxed).group_name
 
 

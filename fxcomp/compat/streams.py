@@ -38,7 +38,7 @@ def stream_of(device: torch.device) -> Any:
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return a device's single side stream, whose freed memory is reused; None on the CPU."""
+    """Return the device's only side stream, because memory is reused per stream; None on the CPU."""
     return None if streams_of(device) is None else _side_stream(torch.empty(0, device=device).device)
 
 

@@ -170,7 +170,7 @@ class BackwardPasses(ABC):
     # A pass
 
     def enter(self) -> None:
-        """Begin a pass. Raises RanksApart if ranks have stopped at different places."""
+        """Begin a pass. Raises RanksApart if ranks stopped inside or at different passes."""
         self.executor.enter(self.passes)
         self.executor.has_begun = True
 

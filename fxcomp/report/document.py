@@ -28,7 +28,7 @@ def mb(size: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 host`, `2 hosts`."""
+    """Format a count: `1 host`, `2 hosts`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -295,7 +295,7 @@ def sources_of(explanation: Explanation) -> Table:
 
 
 def _operators(operators: Sequence[tuple[str, int]]) -> str:
-    """`3 calls: mine.scan x 2, mine.log x 1`."""
+    """Format as `3 calls: mine.scan x 2, mine.log x 1`."""
     shown = ", ".join(f"{name} x {calls}" for name, calls in operators[:_MOST_OPERATORS])
     more = f", and {len(operators) - _MOST_OPERATORS} more" if len(operators) > _MOST_OPERATORS else ""
     return f"{count(sum(calls for _, calls in operators), 'call')}: {shown}{more}"

@@ -38,12 +38,12 @@ class Raced:
 
     @property
     def when(self) -> str:
-        """`steps 2 to 21`, counted from 0."""
+        """Return the race's `steps 2 to 21`, counted from 0."""
         return f"steps {self.first_step} to {self.last_step - 1}"
 
     @property
     def what(self) -> str:
-        """`3 plans`, or `2 plans at the momentum`."""
+        """Return `3 plans`, or `2 plans at the momentum`."""
         return f"{len(self.runners)} plans{' at the momentum' if self.stays.plan.moves_exchange else ''}"
 
     @property
@@ -64,7 +64,7 @@ class Raced:
 
     @property
     def verdict(self) -> str:
-        """`dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed (predicted 81.2)`."""
+        """Return as text: `dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed (predicted 81.2)`."""
         if self.stays.measured_ms is None:
             return f"{self.stays.name} stays, because no step was timed by all ranks"
         others = ", ".join(_with_time(runner) for k, runner in enumerate(self.runners) if k != self.winner)
@@ -146,7 +146,7 @@ class PlanMove:
     step_us: tuple[float, float]
     """Predicted step time before and after, in µs."""
     changes: tuple[str, ...]
-    """`topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
+    """Changes as text, `topk(0.01) to topk(0.003) in 4 buckets`; empty if the plan stays."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlanMove:

@@ -99,7 +99,7 @@ class Inputs:
         habits = {owner.name: training.habits[owner.group].counters for owner in training.owned}
         self._owners = training.owners
         self._counters = habits if any(habits.values()) else {}
-        """Python numbers that optimizers count in, by parameter."""
+        """Increments of Python numbers in optimizer states, by parameter and key."""
         self._stateless = set[str]()
         """Parameters known to have no optimizer state."""
         self.numbers: Sequence[Mapping[str, float]] = ()

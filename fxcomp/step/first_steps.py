@@ -2,7 +2,8 @@
 
     step         first       alternating               last
     way          OVERLAPPED  HELD, OVERLAPPED, ...     ONE_BY_ONE; OVERLAPPED on an asynchronous device
-    counts       if no other step was timed, because it allocates
+
+The first step allocates: it counts only if no other was timed.
 
 OVERLAPPED steps run as usual. HELD steps start all collectives at the first wait. ONE_BY_ONE steps also time each
 operator. Only `between` communicates.

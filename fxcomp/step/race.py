@@ -38,7 +38,7 @@ HEAT = 2
 """Steps of a runner's first turn."""
 
 COUNTED = 7
-"""Counted steps that suffice for a median: one of a heat, and two turns."""
+"""Counted steps that suffice for a median: 1 of the heat, 3 of each of two turns."""
 
 MOST_AFTER_HEATS, MOST_LATER = 3, 2
 """Maximum number of runners after the heats, and after each later round."""

@@ -89,7 +89,7 @@ def shards_of(
     owner_feedback: bool = True,
     seed: int = 0,
 ) -> list[Shard]:
-    """Return one shard per rank, before their first step; workers have error feedback."""
+    """Return each rank's shard with new states. `first` encodes gradients, with error feedback; `second` the mean."""
     ranks = len(borders) - 1
     found: list[Shard] = []
     for number, (low, high) in enumerate(pairwise(borders)):
@@ -107,7 +107,7 @@ def average_in_two_shots(
     """Return the mean, compressed twice. Residuals and states of `shards` are updated.
 
     Every rank encodes each shard separately with `first`. The shard's owner decodes, averages in rank order, and
-    encodes the mean with `second`. Every rank, the owner too, decodes the result.
+    encodes the mean with `second`. All ranks decode the result.
     """
     sizes = [sum(shard.segments) for shard in shards]
     decoded: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Index and sign of the largest value of each chunk, with the bits of `fxcomp/compressors/cmax.py`.
+"""Index and sign of the largest value of each chunk, bit-identical to `fxcomp/compressors/cmax.py`.
 
     find      one pass over the bucket, a program per run of 1024 chunks: 16-bit codes, and a partial sum of the scale
     settle    a program per segment: the scale, which determines the zero code

@@ -131,7 +131,7 @@ def bits_at(low, high, counter):
 
 @jit
 def uniform(low, high, counter):
-    """Return a number in [0, 1), a multiple of 2^-24."""
+    """Return a multiple of 2^-24 in [0, 1). `low`, `high`: keys of `stream_of`."""
     return (bits_at(low, high, counter) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 

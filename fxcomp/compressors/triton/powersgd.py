@@ -1,4 +1,4 @@
-"""Two thin factors of each matrix, with the bits of `fxcomp/compressors/powersgd.py`.
+"""Two thin factors of each matrix, bit-identical to `fxcomp/compressors/powersgd.py`.
 
 Each launch covers all matrices of a bucket. Propose computes orthonormal Q and M Q; encode orthonormal P, MᵀP by chunks
 of 32 rows, the chunks' sum, and the residual; decode orthonormal P and P Qᵀ.

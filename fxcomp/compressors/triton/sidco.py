@@ -1,4 +1,4 @@
-"""Values above a threshold from a fitted distribution, with the bits of `fxcomp/compressors/sidco.py`.
+"""Values above a threshold from a fitted distribution, bit-identical to `fxcomp/compressors/sidco.py`.
 
     take      copy the magnitudes of all segments' samples
     fit       a program per segment: the threshold by the fits (`fits.py`), and the check on the sample

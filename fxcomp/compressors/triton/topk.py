@@ -1,4 +1,4 @@
-"""The k values of largest magnitude, with the bits of `fxcomp/compressors/topk.py`.
+"""The k values of largest magnitude, bit-identical to `fxcomp/compressors/topk.py`.
 
     sample      the upper 11 bits of a sample's magnitudes give a cut that slightly more than k values should reach
     count       one pass over the bucket counts the values that reach the cut
