@@ -534,7 +534,7 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbering of the watched values' states; repeated states keep their number."""
+    """Numbers of the states of watched values."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
         """Read nothing yet. `makes_live` allows floats to become inputs."""

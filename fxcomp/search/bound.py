@@ -167,7 +167,7 @@ class _Bound:
         return bool(self.fixed[:, stream].any()) or any(bool(kind.rates[:, stream].any()) for kind in self.kinds)
 
     def _after_us(self) -> float:
-        """Bound compute's time after the last collective: decoding and updating the last gradient."""
+        """Bound compute's time after the last collective: decode and update the last gradient."""
         last = len(self.elements) - 1
         is_cut = next(kind.is_cut for kind in self.kinds if last in kind.gradients)
         gradient = self.workload.gradients[last]

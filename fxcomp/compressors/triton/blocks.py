@@ -67,8 +67,8 @@ def _divide(
 ) -> tuple[Tiles, dict[str, Any]]:
     """Return the tiles and the compile-time constants.
 
-    Columns of the table of tiles: start and number of values, payload index of the first scale (in fp32) and of the
-    first code (in bytes), segment, place in the segment, bytes of padding after the tile, bytes of a rank's payload.
+    Columns: start and number of values, payload index of the first scale (fp32) and first code (bytes), segment, place
+    in it, padding bytes after the tile, bytes of a rank's payload.
     """
     block, values_per_byte = compressor.block, 8 // compressor.bits
     table: list[tuple[int, ...]] = []
