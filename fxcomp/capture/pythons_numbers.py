@@ -200,7 +200,7 @@ def _comparison(compare: Callable[[Any, Any], Any], reader: NumberReader) -> Cal
 
 
 def _check_algebra(sides: Sequence[Any], open_: set[str]) -> None:
-    """Raise if SymPy decided a comparison of floats that may be nan, as v != v."""
+    """Raise if a compared float may be nan: SymPy takes `v != v` as false."""
     floats = [compat.symbols_of(side.node.expr) for side in sides if isinstance(side, torch.SymFloat)]
     if any(not names or open_.intersection(names) for names in floats):
         line = compat.users_line()

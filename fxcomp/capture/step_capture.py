@@ -28,7 +28,7 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Maximum total bytes of unwritten buffers that are sent too: they cost a few latencies (assumed)."""
+"""Buffers that no step writes are also sent if their total is at most this: a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ RECENT = 4
 """Number of latest states that are checked before a full walk; train() and eval() alternate between two."""
 
 KNOWN = 32
-"""Maximum number of states that keep their number."""
+"""Maximum number of states that are recognized when they return."""
 
 LIVE_AFTER = 2
 """Number of changes after which a float becomes live."""
@@ -534,7 +534,7 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbering of the watched values' states; repeated states keep their number."""
+    """Numbers of the states of watched values."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
         """Read nothing yet. `makes_live` allows floats to become inputs."""

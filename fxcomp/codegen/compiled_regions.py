@@ -1,8 +1,8 @@
 """Compile regions with Inductor once for all plans; programs of one captured step share equal regions.
 
-Plans that are timed against each other cut the same captured graph. A region's key has its operators and arguments, its
-inputs' types, sizes, strides and shared memory, and its constant tensors, but no node names, so equal layers share
-code. Size symbols mean the same in all regions of a capture.
+Plans that race split the same captured graph into regions. A region's key has its operators and arguments, types,
+sizes, strides and aliasing of its inputs, and its constant tensors, but no node names, so equal layers share code. Size
+symbols mean the same in all regions of a capture.
 
 On one machine, the first process compiles a region for a device; the others wait and load it from Inductor's cache.
 """

@@ -85,7 +85,7 @@ def is_asked_by_user() -> bool:
 
 
 def is_called_by_user() -> bool:
-    """Return whether the user's Python called the torch function that the caller runs for."""
+    """Return whether user code, and not torch, called the current torch function."""
     names = (frame.f_code.co_filename for frame in frames(sys._getframe(2)))
     return not next(name for name in names if not name.startswith(_PASS_TO_US)).startswith(_TORCH)
 

@@ -139,7 +139,7 @@ class CMax(Compressor):
         return torch.where(scale.isfinite(), rows, torch.nan)
 
     def _nothing(self, scale: Tensor) -> Tensor:
-        """Return the zero code, or an unused number if no chunk is zero."""
+        """Return the code of a chunk of zeros; without such chunks, a number that is no code."""
         return torch.where(scale.signbit(), _drawn(scale, self.bits), 2 * self.chunk)
 
     def _decompress_one(self, payload: Tensor, segments: Sequence[int]) -> Tensor:

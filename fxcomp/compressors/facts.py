@@ -104,7 +104,7 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Parameter that counts values with a common scale or code. Shards are cut at its multiples; anywhere if empty."""
+    """Name of the parameter that sets the values per scale or code. Shards are cut at multiples; anywhere if empty."""
     is_joined: bool = False
     """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False

@@ -68,7 +68,7 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) ->
 
 
 def quantile(moments: Moments, share: float, fit: TailFit) -> float:
-    """Return the excess over the level that a fraction `share` of the values exceeds."""
+    """Return the excess that a fraction `share` of the values above the level exceeds."""
     mean, variance = moments.mean, moments.variance
     log_share = math.log(share)
     if fit is TailFit.EXPONENTIAL or variance <= 1e-12 * mean * mean:

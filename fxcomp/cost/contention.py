@@ -61,7 +61,7 @@ USUAL = 0.5
 """Width of priors around 1, in logarithms (assumed): without evidence each number stays near 1."""
 
 ROUNDS = 2
-"""Number of times that the factor and the other two are fitted in turn."""
+"""Rounds of a fit: in each, `factor` first, then the other two numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class Job:
 
     @property
     def bare(self) -> Job:
-        """Job with an unwrapped model. Its loss still gets the wrapped model."""
+        """Job whose model is unwrapped, while its `loss_fn` calls the wrapped model."""
 
         def loss_fn(_: nn.Module, batch: Any) -> torch.Tensor:
             return self.loss_fn(self.model, batch)

@@ -30,7 +30,7 @@ from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.follower import Trained
 
 BURSTS = burst_share(list(UpdateKind))
-"""Maximum fraction of elements that may be sent rarely, as large values; an unknown optimizer may be Adam."""
+"""Maximum fraction of elements sent in bursts for an unknown optimizer."""
 
 
 def ends_whole(plan: Plan) -> bool:

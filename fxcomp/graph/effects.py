@@ -55,7 +55,7 @@ TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
-    """Yield the events of two consecutive steps, then again with the first rolled back."""
+    """Yield the events of two complete consecutive steps, then with the first rolled back."""
     pieces = cut(gm)
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
     usual = [piece for piece in pieces if piece not in undoing]

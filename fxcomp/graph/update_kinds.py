@@ -142,7 +142,7 @@ class UpdateReading:
     def __init__(self, nodes: Sequence[Node], parameter: Node, states: Collection[Node]):
         self._nodes, self._parameter = nodes, parameter
         self._memory: dict[Node, Node] = {}
-        """Node whose memory holds each node's value."""
+        """For each node, the node whose memory holds its value."""
         self.form: dict[Node, Form] = {parameter: Form.NEUTRAL, **dict.fromkeys(states, Form.NEUTRAL)}
         """Form of each memory's present content."""
         self.means: set[Node] = set()

@@ -99,7 +99,7 @@ def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
 
 
 def _of(gm: GraphModule, compress: Node, role: Role) -> list[Node]:
-    """Return the lines of a role in the same compression."""
+    """Return the lines of `role` for the compression of `compress`."""
     mine = info(compress).bucket, info(compress).slot
     nodes = [node for node in gm.graph.nodes if node.op == "call_function" and info(node).role is role]
     return [node for node in nodes if (info(node).bucket, info(node).slot) == mine]

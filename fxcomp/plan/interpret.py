@@ -231,7 +231,7 @@ COLLECTIVES = tuple(
 
 
 def travels_whole(compressor: Compressor) -> bool:
-    """Return whether payloads can only be summed whole."""
+    """Return whether all_reduce is the only collective for these payloads."""
     facts = compressor.facts
     return (
         facts.needs_whole_parameters

@@ -202,7 +202,7 @@ class Explanation:
 
     @property
     def is_chosen(self) -> bool:
-        """True if the plan is the choice, not given or changed later."""
+        """True if the search chose the plan in force."""
         return self.choice is not None and self.choice.plan == self.plan
 
     @property

@@ -1,7 +1,7 @@
 """Report which links of a cluster were measured.
 
-    links as measured                                                 all of them, in the running job
-    10gbit between hosts (assumed), 14.51gbit inside (measured)       a table of one host, for a cluster of eight
+    links as measured                                                 all were measured, in the running job
+    10gbit between hosts (assumed), 14.51gbit inside (measured)       the table is of one host, the cluster has eight
     10gbit between hosts, 100gbit inside                              nothing was measured
 
 A link is measured if a collective over it was.
@@ -44,7 +44,7 @@ def measured_links(cluster: Cluster, costs: CostTable) -> list[str]:
 
 
 def links_in_sources(plan: Plan, cluster: Cluster, costs: CostTable) -> list[tuple[str, str]]:
-    """Return the plan's collectives that are priced by a link, with sources."""
+    """Return collectives of the plan that were not measured themselves, with the source of each price."""
     measured = measured_links(cluster, costs)
     by_level = {level: each.name for each in _links(cluster) for level in each.levels}
     rows: list[tuple[str, str]] = []

@@ -82,9 +82,9 @@ def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes
 
 
 def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[str]:
-    """Return the bandwidths at which compressing an exposed bucket, the largest, pays.
+    """Return the bandwidth below which each strategy pays for the largest bucket, if exposed.
 
-    The plan's own strategies are compared with dense; int8 if there are none.
+    A dense plan is compared with int8.
     """
     if not plan.buckets or cluster.world_size == 1 or costs.collectives:
         return []

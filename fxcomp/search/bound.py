@@ -167,7 +167,7 @@ class _Bound:
         return bool(self.fixed[:, stream].any()) or any(bool(kind.rates[:, stream].any()) for kind in self.kinds)
 
     def _after_us(self) -> float:
-        """Bound compute's work after the last collective: the last gradient's tail and updates."""
+        """Bound compute's time after the last collective: decode and update the last gradient."""
         last = len(self.elements) - 1
         is_cut = next(kind.is_cut for kind in self.kinds if last in kind.gradients)
         gradient = self.workload.gradients[last]
@@ -205,7 +205,7 @@ class _Bound:
 
 
 _ERROR, _BURSTS = -1, -2
-"""Weight keys of the prices of error and bursts; stream keys begin at 0."""
+"""Keys of the weights of error and bursts; streams have keys from 0."""
 
 
 class _BoundSums:

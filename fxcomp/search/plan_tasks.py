@@ -64,7 +64,7 @@ class StepPrices:
         return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
 
     def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Return a price in µs as a function of the size. If processors are shared, a collective has three curves."""
+        """Return a price in µs by size. Collectives on shared processors have three (`_processor_us`, `_beside_us`)."""
         known = self._curves.get(question)
         if known is None or known[0].sizes[-1] < largest:
             prices: list[Callable[[float], float]] = [partial(self._us, question)]

@@ -165,7 +165,7 @@ class Inputs:
         return [owner for owner in self.training.owned if owner.name in updated]
 
     def _renewed(self, program: Program) -> dict[int, set[bool]]:
-        """Reset fresh states that a program updates. Return, by parameter group, if states are fresh, old or both."""
+        """Reset the fresh states that a program updates. Return, by parameter group, the values of `is_fresh`."""
         kinds: dict[int, set[bool]] = {}
         fresh: list[Owned] = []
         for owner in self._maybe_fresh(program):

@@ -22,7 +22,7 @@ from fxcomp.runtime.arrivals import digest_of
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Sum each tensor's bits as integers. Copies once per device."""
+    """Sum each tensor's bits as integers, with one copy to the host per device."""
     sums: list[int] = [0] * len(tensors)
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(tensors):

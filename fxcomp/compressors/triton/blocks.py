@@ -67,8 +67,8 @@ def _divide(
 ) -> tuple[Tiles, dict[str, Any]]:
     """Return the tiles and the compile-time constants.
 
-    In the table of tiles, the first block is an fp32 index into the payload, the first byte a byte index. The last
-    columns are the bytes of padding after the tile, and the bytes of a rank's payload.
+    Columns: start and number of values, payload index of the first scale (fp32) and first code (bytes), segment, place
+    in it, padding bytes after the tile, bytes of a rank's payload.
     """
     block, values_per_byte = compressor.block, 8 // compressor.bits
     table: list[tuple[int, ...]] = []

@@ -139,7 +139,7 @@ class UpdateCheck:
         self.expected: dict[str, Tensor] = {}
         """Gradients that should reach the updates, with one rank."""
         self.means = Means(training.device)
-        """Averaged gradients, with several ranks and without compression."""
+        """Sums that check averaged gradients, with several ranks and no compression."""
         self.largest = 0.0
         """Largest magnitude of all expected gradients."""
         self.rounding: Mapping[str, float] = {}

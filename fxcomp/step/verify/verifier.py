@@ -86,7 +86,7 @@ class Verifier(Observer):
             self._under_way = None
 
     def skip(self, step: int, needed: int) -> None:
-        """Note once that steps are not verified."""
+        """Note, only once, that a step is not verified for lack of memory."""
         if not self._has_noted:
             self._has_noted = True
             self.note(
