@@ -124,6 +124,7 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Elements of each parameter."""
         found = Counter[str]()
         for bucket in self.buckets:
             for name, size in zip(bucket.names, bucket.sizes, strict=True):
@@ -152,6 +153,7 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
+        """True if no bucket is compressed."""
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property

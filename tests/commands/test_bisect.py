@@ -136,7 +136,7 @@ def test_planted_tensors_are_named_and_no_other_one(guilty: tuple[str, ...], job
 def test_tables_alone_cost_nothing(job: str):
     status, out = searched(job, "--compress", plan_of(TABLES), "--steps", "12", "--seeds", "2")
     assert status == 0, out
-    assert "Compression costs the loss nothing that 2 seeds of 12 steps could tell" in out
+    assert "Compression costs the loss nothing that 2 seeds of 12 steps could show" in out
 
 
 def test_a_plan_without_compression_has_nothing_to_search(job: str):

@@ -25,10 +25,10 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Question, Terms, questions_of
 from fxcomp.search.workload import Workload
 
-TRANSPORT = {CollectiveKind.ALL_REDUCE: TransportCost(50.0, 300.0, 0.8, 20.0)}
+TRANSPORT = {CollectiveKind.ALL_REDUCE: TransportCost(50.0, 300.0)}
 TABLES = {
     "unshared": COSTS,
-    "one processor": replace(COSTS, processors=Processors(1.0, 1.0), transport=TRANSPORT),
+    "one processor": replace(COSTS, processors=Processors(1.0, 1.0), transport=TRANSPORT, overlap_speed=0.8),
     "two processors": replace(COSTS, processors=Processors(2.0, 1.0), transport=TRANSPORT),
     "copies": replace(COSTS, copy_gb_per_s=10.0),
 }
