@@ -201,7 +201,7 @@ def test_a_written_tensor_outside_the_model_lies_alone(view: Callable[[Tensor], 
         return model(batch).mean() + read(other)
 
     model = nn.Linear(4, 3)
-    with pytest.raises(CaptureFailed, match=r"(?s)writes a tensor outside the model .*shares memory with a tensor .*clone"):
+    with pytest.raises(CaptureFailed, match=r"(?s)writes a tensor outside the model .*with a tensor .*clone"):
         compile_alone(model, loss_fn, batch=torch.ones(5, 4))
     assert a.tolist() == STATES[0]
 
@@ -215,5 +215,5 @@ def test_a_written_tensor_that_shares_a_buffers_memory_is_refused():
 
     assert outside is not None
     view = outside[:2]
-    with pytest.raises(CaptureFailed, match=r"(?s)writes .*running_mean.*shares memory with a tensor outside the model"):
+    with pytest.raises(CaptureFailed, match=r"(?s)writes .*running_mean.*with a tensor outside the model"):
         compile_alone(model, loss_fn, batch=torch.rand(5, 4))
