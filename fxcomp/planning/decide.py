@@ -47,7 +47,7 @@ from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 
 SMALLEST_ERROR = 0.05
-"""Lower bound on the prediction error: its median over models, links and plans (docs/costs.md)."""
+"""Lower bound on the relative prediction error: the median over models, links and plans (docs/costs.md)."""
 
 LARGEST_ERROR = 0.5
 
@@ -56,7 +56,7 @@ LIKE, NOISE_US = 2.0, 1e3
 
 
 def is_alike(us: float, other_us: float) -> bool:
-    """Return whether costs still hold: within a factor LIKE, or different by noise."""
+    """Return True if two times differ by at most NOISE_US or a factor LIKE."""
     return abs(us - other_us) <= NOISE_US or 1 / LIKE <= us / other_us <= LIKE
 
 
@@ -82,7 +82,7 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     node_us |= {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
     compute = apportion(program, held, node_us, "measured in the emitted step, all ranks running")
     around_us = max(each[0] for each in everyone)
-    held = replace(held, wait_us=min(each[-1] for each in everyone))  # of the rank that the others wait for
+    held = replace(held, wait_us=min(each[-1] for each in everyone))  # the last rank waits least
     own = replace(
         costs,
         compute={**costs.compute, **compute},
@@ -115,13 +115,13 @@ class Planner:
     compiler: Compiler
     graph: GraphModule
     bursts: float = 1.0
-    """Fraction of elements that may come in bursts."""
+    """Maximum fraction of elements that may arrive rarely, and then with a large value."""
     kinds: Collection[UpdateKind] = ()
     """Kinds of all updates, if known."""
     earlier: EarlierJobs = field(default_factory=EarlierJobs)
 
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
-        """Choose by given or measured costs, or the dense plan provisionally.
+        """Choose a plan by given or measured costs, or return the dense plan provisionally.
 
         If the step includes its optimizer (`is_whole`) and plans may race, start with an earlier job's costs, or dense.
         Raises BadPlan or BadOption if a given plan or pins do not fit.
@@ -147,7 +147,7 @@ class Planner:
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
         """Choose by timed dense steps, and `feed_us` before a step's program. Every rank calls it.
 
-        If a rank could not time any, `steps` is empty on all, and machine and link costs decide.
+        If a rank could not time its steps, `steps` is empty on all ranks, and machine and link costs decide.
         """
         costs = self._gathered()
         if steps:
@@ -195,7 +195,7 @@ class Planner:
         return replace(decision, workload=workload)
 
     def links_are_as_they_were(self, costs: CostTable, dense_bytes: int) -> bool:
-        """Return whether an all_reduce of all gradients takes about as long as `costs` predict. Every rank calls it."""
+        """Return True if an all_reduce of all gradients takes about as long as by `costs`. Every rank calls it."""
         assert isinstance(self.site.transport, Groups), "several ranks have groups"
         timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
         what = CollectiveKind.ALL_REDUCE, Level.WORLD, min(max(4, dense_bytes), LARGEST_FROM_DEVICE)
@@ -205,7 +205,7 @@ class Planner:
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Measure the links again, and choose by them and by the errors of this job's gradients.
 
-        `topic` must be new. Without earlier measurements, as under a saved plan, everything is measured.
+        Without earlier measurements, as under a saved plan, everything is measured.
         """
         ranks = self.site.ranks
         costs = with_links_of_now(costs, self.site) if costs.compressors else self._gathered()
@@ -248,7 +248,7 @@ class Planner:
         followed = Plan.from_json(data)
 
         def mine() -> Plan:
-            # The text is the same on all ranks, but its plan depends on costs, which differ.
+            # A strategy's name gives other plans on other ranks, because costs differ.
             if isinstance(plan, Plan):
                 return plan
             return Plan.load(plan) if is_path(plan) and Path(plan).exists() else followed

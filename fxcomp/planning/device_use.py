@@ -23,7 +23,7 @@ from fxcomp.report.device import DeviceUse, StepOnDevice
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
 
 WORTH_SAYING = 0.05
-"""Fraction of the kernels' time that advice must save."""
+"""Minimum time that an advised setting saves / time of the kernels."""
 
 
 @compat.outside_function_modes()
@@ -36,7 +36,7 @@ def device_use(
     *,
     is_fused: bool,
 ) -> DeviceUse:
-    """Estimate a step under each plan and eager DDP, and better settings. `is_fused` is for DDP's optimizer."""
+    """Estimate a step under each plan and in eager DDP, with advice. `is_fused`: DDP's optimizer is fused."""
     graphs = {name: compiler.rewrite(captured.graph, plan, costs) for name, plan in plans.items()}
     listed = {name: kernels(gm) for name, gm in graphs.items()}
     steps = [_compiled(name, gm, listed[name]) for name, gm in graphs.items()]
@@ -84,7 +84,7 @@ def _attention(listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _advice(listed: Sequence[Kernel], preset: Preset) -> list[str]:
-    """Return settings under which the products are faster, by the device's peak rates."""
+    """Return advice on settings that speed up matrix products, by the device's peak rates."""
     roofline = preset.roofline
 
     def us(instead: Mapping[str, str]) -> float:

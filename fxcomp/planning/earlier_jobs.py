@@ -29,7 +29,7 @@ from fxcomp.ranks import Ranks
 from fxcomp.site import Site
 
 MOST_FILES = 32
-"""Number of cached steps; the oldest are deleted first."""
+"""Maximum number of cached files, one per step; the oldest are deleted."""
 
 
 @dataclass(slots=True)

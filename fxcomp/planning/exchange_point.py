@@ -33,7 +33,7 @@ LEAST_STEPS = 3000
 """Minimum steps of a job: a char-LM of 500 steps ended 2 to 9 % above dense's loss (docs/where_the_mean_stands.md)."""
 
 Analyze = Callable[[Collection[str]], Workload]
-"""Reads the workload if the momenta of some parameters are exchanged; raises Unsupported."""
+"""Returns the workload of a step that exchanges the momenta of some parameters; raises Unsupported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class PointChooser:
     terms: Terms
 
     def choose(self, choice: Choice, workload: Workload, analyze: Analyze) -> tuple[Choice, Workload, tuple[str, ...]]:
-        """Return the choice, at momenta if faster, with its workload and notes for the report."""
+        """Return the choice, which exchanges momenta if faster, with its workload and notes for the report."""
         if not self.options.compress.may_move or self.cluster.world_size == 1:
             return choice, workload, ()
         try:
@@ -126,7 +126,7 @@ def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms)
 
 
 def runners_at_momenta(plan: Plan, prices: StepPrices, dense_us: Sequence[float]) -> tuple[Runner, ...]:
-    """Return the plan and its control, bf16 in the same buckets. Plans of one exchange point can race."""
+    """Return the plan and its control, bf16 in the same buckets. Only plans of one exchange point can race."""
     ways = one_shot_ways(compressors.BF16(), prices.cluster, offload=prices.costs.offloads)
     controls = [
         plan.with_strategies([way if each.at is ExchangePoint.MOMENTUM else each.strategy for each in plan.buckets])

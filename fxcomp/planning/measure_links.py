@@ -29,12 +29,12 @@ SMALL_BYTES = 4096
 """Largest collective whose processor time counts as the fixed cost, in bytes."""
 
 LARGEST_FROM_DEVICE = 64 << 20
-"""Largest collective timed between accelerators (gathers: `MOST_RECEIVED`). With 16 MiB, a dense step of 513 MB was
-predicted to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11).
+"""Bytes of the largest collective timed between accelerators (gathers: `MOST_RECEIVED`). With 16 MiB, a dense step of
+513 MB was predicted to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11).
 """
 
 LIVE_S = 3.0
-"""Time for all collectives of a running job, in s. All ranks wait meanwhile."""
+"""Time to measure all collectives of a running job, in s. All ranks wait meanwhile."""
 
 
 def live_links(
@@ -134,7 +134,7 @@ class TimedCollectives:
         compat.synchronize(self._device)
 
     def prepared(self, kind: CollectiveKind, level: Level, size: int, slot: int = 0) -> Callable[[], Work]:
-        """Allocate a collective's buffers and return its launch function. Concurrent ones need distinct `slot`s."""
+        """Allocate a collective's buffers and return its launch function. Concurrent calls need distinct `slot`s."""
         transport, place, elements = self._transport, (level.value, "main"), max(1, size // 4)
         group, members = transport.group(*place)
         ranks, root, me = len(members), members[0], dist.get_rank()

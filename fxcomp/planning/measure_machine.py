@@ -1,4 +1,4 @@
-"""Measure a machine's memory and compressors, cached for the user, and combine all costs of a job."""
+"""Measure a machine's memory and compressors, cache the results for the user, and combine all costs of a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxcomp.site import Site
 
 
 def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> CostTable:
-    """Return costs of memory and compressors, from the user's cache or measured now (0.2 s each)."""
+    """Return costs of memory and compressors, from the user's cache or measured now (0.2 s per compressor)."""
 
     def complete(known: CostTable | None) -> CostTable:
         table = known or costs_of_memory(device)
@@ -58,7 +58,7 @@ def costs_of_memory(device: torch.device) -> CostTable:
 def compressor_costs(
     compressors: Sequence[Compressor], device: torch.device, threads: Sequence[int] = ()
 ) -> dict[str, CompressorCost]:
-    """Measure compressors on the device and in the host's pool, which are the same without a GPU.
+    """Measure compressors on the device and in the host's pool; without a GPU both are the same.
 
     `threads` are the CPU thread budgets (default: the current one).
     """

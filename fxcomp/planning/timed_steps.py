@@ -4,7 +4,7 @@
     HELD          collectives start at compute's first wait, so that compute and the network run separately
     ONE_BY_ONE    held, and regions run operator by operator, to split their time
 
-All send and train the same bits.
+Steps of all ways send the same bits and train equally.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METHODS = ("pack", "launch", "wait")
 """Lines that are timed besides regions. The remaining time counts as the host's."""
 
 FEEDS = 5
-"""Number of timings of feeding a step."""
+"""Number of timings in `around_us`."""
 
 
 class Way(Enum):
@@ -83,13 +83,13 @@ class TimedStep:
         lines: Any = runtime if way is Way.OVERLAPPED else HeldCollectives(runtime)
         self._watch = Stopwatch(lines, methods, self._clock)
         self.node_us: dict[str, float] = {}
-        """Time of each operator, in us; empty if regions ran whole."""
+        """Time of each operator, in µs; empty if regions ran whole."""
         around = self._watch.region if way is not Way.ONE_BY_ONE else OneByOne(program, self.node_us).region
         self._step = rebound(program.module, around)
         self._begin: Any = None
         self._end: Any = None
         self.handed_us = 0.0
-        """Host time of running the program, in us."""
+        """Host time of running the program, in µs."""
 
     def run(self, arguments: Sequence[Sequence[Any]]) -> Any:
         begun = time.perf_counter()
@@ -104,11 +104,11 @@ class TimedStep:
 
     @property
     def us(self) -> float | None:
-        """Time of the program, in µs; None if unfinished on a device, or skipped."""
+        """Time of the program, in µs; None if the device has not finished it or the step was skipped."""
         return None if self._end is None else self._clock.us(self._begin, self._end)
 
     def reading(self) -> Reading | None:
-        """Return its lines' times; None if unfinished on a device."""
+        """Return the times of the step's lines; None if `us` is None."""
         return None if self.us is None else self._watch.reading()
 
 
@@ -224,7 +224,7 @@ def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
 
 
 def _is_broadcast(launch: Node) -> bool:
-    """Return whether a launch broadcasts buffers. It starts in the region that made them."""
+    """Return True if a launch broadcasts buffers. The broadcast starts in the region that made them."""
     return is_collective(launch) and collective_kind(launch) is CollectiveKind.BROADCAST
 
 
@@ -238,7 +238,7 @@ def _sum_of_medians(times: Iterable[Sequence[float]]) -> float:
 def apportion(
     program: Program, step: StepMeasurement, node_us: Mapping[str, float], source: str
 ) -> dict[str, Measured]:
-    """Split each region's time among its nodes by their times alone, or equally if unknown.
+    """Split each region's time among its operators in proportion to `node_us`, or equally if unknown.
 
     A key that occurs several times gets the mean, which preserves the sum.
     """
@@ -258,7 +258,7 @@ def feed_costs(device: torch.device, us: float) -> dict[str, float]:
 
 
 def around_us(feed: Callable[[], object], repeats: int = FEEDS) -> float:
-    """Return the median time of `feed` before a run of the program, in us. A first call fills caches."""
+    """Return the median time of `feed`, in µs, after a first call that fills caches."""
     feed()
     times: list[float] = []
     for _ in range(repeats):
@@ -271,7 +271,7 @@ def around_us(feed: Callable[[], object], repeats: int = FEEDS) -> float:
 def contention_of(
     costs: CostTable, graph: GraphModule, held: StepMeasurement, overlapped: StepMeasurement
 ) -> FittedContention:
-    """Fit contention and links to dense steps, with the error of the prediction.
+    """Fit contention and link speed to dense steps; the result includes the prediction's error.
 
     `graph` is annotated with region times without contention. The host's time (`costs.host_us`) is simulated too, so
     that host-bound steps are not attributed to the network. Links that were given are not fitted.

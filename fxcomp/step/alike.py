@@ -34,7 +34,7 @@ _UPDATED = {
 }
 
 VERIFIED_AFTER = 2 * LATE + 1
-"""Steps from a new capture on a rank to the verified step: the time until all ranks know of the capture.
+"""Number of steps from a new capture to the step that all ranks verify. By then all have received the digest.
 
 A digest reaches the ranks of two levels one after the other, each up to LATE steps late.
 """
@@ -45,7 +45,7 @@ SELDOM = 50
 _CAPTURED, _DIGEST = "captured in step", "digest"
 
 Numbers = Sequence[Mapping[str, float]]
-"""Live numbers of each parameter group."""
+"""Numbers of each parameter group that are inputs of the program, such as `lr`."""
 
 
 class Alike:
@@ -87,7 +87,6 @@ class Alike:
 
     @property
     def verified_after(self) -> int | None:
-        """Step that all ranks verify after a new capture on some rank."""
         return None if self._captured is None else self._captured + VERIFIED_AFTER
 
     def _carry(self) -> None:
@@ -105,7 +104,7 @@ class Alike:
         return facts
 
     def _differ(self, level: str, late: int) -> None:
-        """Record a new capture on another rank, or raise ReplicasDiffer on all ranks of the level's group."""
+        """Handle a differing digest: record another rank's capture, or raise ReplicasDiffer on its group's ranks."""
         ranks = self._site.ranks
         groups = self._site.cluster.groups(Level(level))
         members = next(tuple(group) for group in groups if ranks.rank in group)
@@ -139,7 +138,7 @@ def _first_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Replace the identities of tensors and long collections, which differ between processes."""
+    """Remove the ids of tensors and long collections, because they differ between processes."""
     if not isinstance(value, tuple):
         return value
     items = cast("tuple[Any, ...]", value)

@@ -2,8 +2,7 @@
 
     verified ─► timed to choose a plan ─► turn of a race ─► none, during the warm-up ─► measurement of errors (*look*)
 
-The first use that applies is taken, the same on all ranks. A step has at most one use, because each makes it longer.
-Observers handle ranks that lack memory or have a batch unlike the first one.
+A step gets the leftmost use that applies, the same on all ranks. It has at most one use, because each makes it longer.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ WINDOW = 100
 """Steps per window. Medians of windows are compared to detect drift."""
 
 SETTLED = 20
-"""Minimum number of steps under a plan before a look, for a median step time."""
+"""Minimum number of steps under a plan before a look, which needs the median step time."""
 
 
 LASTS = ("patience", "patient_until")
 """Saved fields of a calendar, besides IS_SETTLED."""
 
 IS_SETTLED = "is_settled"
-"""Saved key: a plan was chosen, and no race was running or scheduled."""
+"""Key of the saved value of `Calendar.is_settled`."""
 
 
 class Use(Enum):
     """Uses of a step, besides training."""
 
     VERIFY = "verify"
-    """Compared with eager PyTorch."""
+    """The step is compared with eager PyTorch."""
     TIME = "time"
-    """Lines are timed, to choose a plan."""
+    """The emitted lines are timed, to choose a plan."""
     TURN = "turn"
-    """Belongs to a turn of a race."""
+    """The step belongs to a turn of a race."""
     LOOK = "look"
-    """Measures the errors of a compressor family."""
+    """Errors of a compressor family are measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class RaceTurn:
-    """Turn of a race: index of the plan, and its steps."""
+    """Steps of one plan in a race; `number` is the index of the plan."""
 
     number: int
     steps: tuple[int, ...]
@@ -64,13 +63,13 @@ class Calendar:
     """First step of each warm-up stage, then of the plan that stays."""
     followed_from: int = 0
     timed: tuple[int, ...] = ()
-    """Timed steps by which the plan is chosen; empty afterwards."""
+    """Steps timed to choose a plan; empty once it is chosen."""
     checked: tuple[int, ...] = ()
-    """Steps that check an earlier job's costs; empty afterwards."""
+    """Steps whose times check an earlier job's costs; empty after the check."""
     turn: RaceTurn | None = None
-    """Current or first turn; None without a race."""
+    """Current turn, or first turn of a scheduled race; None without a race."""
     patience: int = 1
-    """Number of windows without drift checks after drift."""
+    """Length of the latest pause of drift checks, in windows."""
     patient_until: int = 0
     look_from: int | None = None
     """Earliest step of the next look."""
@@ -80,7 +79,7 @@ class Calendar:
     # A step
 
     def use_of(self, step: int) -> Use | None:
-        """Return the use of a step; None for training only."""
+        """Return the use of a step; None if it only trains."""
         if self.is_verified(step):
             return Use.VERIFY
         if self.timed:
@@ -105,18 +104,18 @@ class Calendar:
         return step >= self.warm_from[-1]
 
     def is_quiet_at(self, step: int) -> bool:
-        """Return True if no warm-up or race is running or scheduled at the step."""
+        """Return True if `is_settled` and the step is after the warm-up."""
         return self.is_settled and self.is_warm_at(step)
 
     @property
     def is_settled(self) -> bool:
-        """A plan was chosen, and no race is running or scheduled."""
+        """True if a plan was chosen, and no race is running or scheduled."""
         return not self.timed and not self.checked and self.turn is None
 
     # After a step
 
     def judges_after(self, steps: int) -> bool:
-        """Return True if a window ends after `steps` steps."""
+        """Return True if a window of the plan ends after `steps` steps."""
         passed = steps - self.followed_from
         return self.is_quiet_at(steps - 1) and passed > 0 and passed % WINDOW == 0
 
@@ -135,7 +134,7 @@ class Calendar:
         return tuple(found)
 
     def stay(self) -> None:
-        """End the warm-up for good, also if the job resumes at an earlier step."""
+        """End the warm-up, even if the job later resumes at an earlier step."""
         self.warm_from = (0,)
 
     def be_patient(self, step: int, *, changed: bool) -> None:

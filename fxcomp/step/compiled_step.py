@@ -136,7 +136,7 @@ class CompiledStep:
             self.times.add(step.number, step.took, counters.waits)
 
     def close(self) -> None:
-        """End the pool's thread and release the process groups. A `with` statement and garbage collection also do."""
+        """End the pool's threads and release the process groups. A `with` statement and garbage collection also do so."""
         self._execution.close(self.in_force.runtime)
 
     def __enter__(self) -> CompiledStep:
@@ -162,7 +162,7 @@ class CompiledStep:
         self._observers.insert(0, self.errors)
         self._schedule.follow_errors(self.errors, self.steps)
 
-    # Looking
+    # Inspecting
 
     @property
     def plan(self) -> Plan:
@@ -179,7 +179,7 @@ class CompiledStep:
 
     @property
     def is_racing(self) -> bool:
-        """True during and before a race of plans."""
+        """True until a plan is chosen, and while a race of plans is scheduled or running."""
         return self._schedule.is_racing
 
     @property
@@ -212,7 +212,7 @@ class CompiledStep:
         return f"<{type(self).__name__}: {in_a_line(self.metrics(), self.plan, is_racing=is_racing)}>"
 
     def metrics(self, *, residuals: bool = False) -> dict[str, Any]:
-        """Return numbers of the last step, for logs; with `residuals`, their norm, which waits for the device."""
+        """Return numbers of the last step, for logs. `residuals` adds the residuals' norm and waits for the device."""
         found = metrics_of(self.steps, self.skipped_steps, self.payload_bytes, self.times, *self._followed)
         return {**found, "residual_norm": self.in_force.state.residuals.norm} if residuals else found
 

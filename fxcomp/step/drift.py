@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from fxcomp.step.calendar import WINDOW
 
 FACTOR = 1.25
-"""Ratio of window medians that counts as drift. A busy machine varies less (assumed)."""
+"""Ratio of window medians that counts as drift. Step times of a busy machine vary less (assumed)."""
 
 LEAST = WINDOW // 4
-"""Minimum number of timed steps per window and rank; verified steps and batches unlike the first are not timed."""
+"""Minimum number of timed steps per window and rank. Not timed: verified steps, and batches unlike the first."""
 
 
 def median_of_window(times_ms: Sequence[float]) -> float:
@@ -29,7 +29,7 @@ def median_of_window(times_ms: Sequence[float]) -> float:
 def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, str]:
     """Compare the window that ends after `step` steps with the settled time. `medians_ms` has one value per rank.
 
-    Return the settled time and a sentence on the drift, empty if there is none. Partly timed windows are ignored.
+    Return the settled time and a sentence on drift; empty without drift, or if a rank timed fewer than LEAST steps.
     """
     now_ms = max(medians_ms)
     if min(medians_ms) < 0 or settled_ms is None:

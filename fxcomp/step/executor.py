@@ -3,7 +3,7 @@
     enter           check that the ranks are at the same step
     run             run the whole step at once
     begin, arrive   run the step in parts as DDP's gradients arrive; the last call returns the results
-    end             wait for everything launched; keep new residuals, unless the step was skipped
+    end             wait for the pool; clear the residuals of a dropped plan, unless the step was skipped
     leave           end the step after an error
 
 Each collective pairs with the next one of the other ranks, without a step number. If a rank continued after an
@@ -49,7 +49,7 @@ class Executor:
         world = compat.world() if ranks.world_size > 1 else None
         self._world = None if world is None else weakref.ref(world)
         self.has_begun = False
-        """Emitted code of the current step has run, so values may have changed."""
+        """True once emitted code of the current step runs, because it may change values."""
         self._arriving: Arriving | None = None
 
     # Running
@@ -72,7 +72,7 @@ class Executor:
         return self._arriving is not None
 
     def arrive(self, gradients: Sequence[Tensor]) -> Any:
-        """Run the step as far as the gradients allow. Return its results after the last ones."""
+        """Continue the step with a bucket's gradients. Return its results after the last bucket."""
         assert self._arriving is not None, "a step is under way"
         try:
             self._arriving.send(gradients)
@@ -82,7 +82,7 @@ class Executor:
         return None
 
     def end(self, state: GradientState | None, runtime: Runtime) -> bool:
-        """Wait for everything launched and keep the residuals. Return False if the step was skipped."""
+        """Wait for the pool and clear the residuals of a dropped plan, which were sent. Return False if skipped."""
         assert self._arriving is None, "a step ends with its last bucket"
         runtime.finish()
         counts = not runtime.counters.skipped
@@ -146,7 +146,7 @@ class Executor:
             raise _apart(self._ranks.stopped, "")
 
     def close(self, runtime: Runtime) -> None:
-        """End the pool's thread and release the process groups."""
+        """End the pool's threads and release the process groups."""
         if not self._is_closed:
             self._is_closed = True
             runtime.close()

@@ -117,8 +117,8 @@ def metrics_of(
 ) -> dict[str, Any]:
     """Return numbers for logs, without waiting for the device.
 
-    `steps`: steps or backward passes, including `skipped` ones. `payload_bytes`: bytes sent by this rank in the last
-    step, by kind of collective and level. Without a plan, numbers that need one are nan.
+    `steps`: steps or backward passes, including `skipped` ones. `payload_bytes`: as in
+    `CompiledStep`. Without a plan, numbers that need a plan are nan.
     """
     sent = sum(payload_bytes.values())
     dense = sum(bucket.dense_bytes for bucket in plan.buckets) if plan is not None else math.nan

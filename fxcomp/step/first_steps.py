@@ -20,18 +20,16 @@ from fxcomp.site import Site
 from fxcomp.step.observer import StepUnderWay
 
 LONG_US = 3e6
-"""If a dense step takes longer, in µs, fewer steps are timed."""
+"""Time of a dense step, in µs, above which fewer steps are timed."""
 
 WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Additional sets of steps if a rank could not time enough. Then a plan is chosen without timed steps."""
+"""Maximum number of repetitions while a rank lacks timed steps. After them, a plan is chosen without timed steps."""
 
 
 class FirstSteps:
-    """Timed steps of a job that has no plan yet."""
-
     def __init__(self, site: Site, free_steps: Callable[[int, int], tuple[int, ...]], step: int = 0):
         """Begin at `step`. `free_steps` is `Calendar.free_steps`."""
         self._site, self._free_steps, self._tries = site, free_steps, 0
@@ -40,9 +38,9 @@ class FirstSteps:
         self._first = self.numbers[0]
         self._timed: dict[int, TimedStep] = {}
         self._feeds_us: list[float] = []
-        """Times of the work before a step's program."""
+        """Times of the work before a step's program, in µs."""
         self.are_enough = False
-        """Every rank has timed every way; set when timing ends."""
+        """True if every rank has timed every way; set when timing ends."""
 
     def before(self, step: StepUnderWay) -> None:
         if not step.is_like_first or step.number not in self.numbers:
@@ -84,12 +82,11 @@ class FirstSteps:
 
     @property
     def steps(self) -> list[TimedStep]:
-        """Timed steps, without the first one if possible."""
         whole = {number: timed for number, timed in self._timed.items() if timed.us is not None}
         others = [timed for number, timed in whole.items() if number != self._first]
         return others if any(timed.way is Way.OVERLAPPED for timed in others) else list(whole.values())
 
     @property
     def feed_us(self) -> float:
-        """Median time of the work before a step's program."""
+        """Median time of the work before a step's program, in µs."""
         return statistics.median(self._feeds_us)

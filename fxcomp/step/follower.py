@@ -62,9 +62,9 @@ class Trained:
 class Followed:
     decision: Decision
     number: int
-    """Key of its programs."""
+    """Key of the plan's programs."""
     state: GradientState | None = None
-    """None before its first turn in a race."""
+    """None before the plan's first turn in a race."""
     scale: float | Tensor = 1.0
     """Loss scale that the residuals contain."""
 
@@ -77,8 +77,6 @@ class Followed:
 
 
 class Follower:
-    """The plan in force, or the racing plans, with their states."""
-
     def __init__(self, trained: Trained, decision: Decision, number: int = 0):
         self.trained, self._site = trained, trained.site
         self._numbers = itertools.count(number)
@@ -146,7 +144,7 @@ class Follower:
             self.now.state = fresh
 
     def _laid_out_for(self, stage: Plan) -> GradientState | None:
-        """Return a fresh state if a stage has another layout. A stage without state has the layout of the last one."""
+        """Return a fresh state if the layout changes. A stage without state uses the layout of the plan that stays."""
         plan = stage if self.trained.keeps_something(stage) else self.decision.plan
         lies_alike = self.trained.residual_layout(plan) == self.state.residuals.layout
         return None if lies_alike else self.trained.fresh(plan)
@@ -154,7 +152,7 @@ class Follower:
     # Taking turns
 
     def line_up(self, plans: Sequence[Plan]) -> None:
-        """Start a race of the plan in force with other plans. Every rank calls it."""
+        """Start a race with other plans. Every rank calls it."""
         assert not self.racing, "one race at a time"
         assert all(set(each.moved) == set(self.decision.plan.moved) for each in plans), "residuals have one unit"
         for plan in plans:

@@ -1,4 +1,4 @@
-"""Freeze second moments, to exchange momenta, after enough updates of every parameter. Thaw them if they stop fitting.
+"""Freeze second moments after enough updates of every parameter, to exchange momenta. Thaw moments that stop fitting.
 
     before the freeze          if a parameter has too few updates, the warm-up lasts longer
     every LOOK_EVERY steps     energy of a parameter = mean (m / d)², with m the momentum and d the frozen root of the
@@ -30,8 +30,6 @@ LIMIT = 10.0
 
 
 class Freeze:
-    """Freezes second moments, and exchanges gradients again if a frozen moment no longer fits."""
-
     def __init__(
         self,
         force: PlanInForce,
@@ -41,11 +39,11 @@ class Freeze:
     ):
         self._force, self._ranks, self._follow, self._note = force, ranks, follow, note
         self._at_momenta = force.decision.plan
-        """Plan that exchanges momenta, also after a thaw."""
+        """Plan that exchanges momenta; kept after a thaw."""
         self._has_noted = False
 
     def before_step(self, step: int) -> int | None:
-        """Freeze second moments if due, or return the step to which this is postponed. Every rank calls it."""
+        """Freeze second moments if due, or return the step to which the freeze is postponed. Every rank calls it."""
         force, topic = self._force, "freezing second moments"
         if not force.momenta.is_due(step):
             return None
@@ -110,7 +108,7 @@ class Freeze:
         return "That is for good" if freezes_at is None else f"Momenta are exchanged again from step {freezes_at} on"
 
     def go_on(self, saved: SavedMomenta) -> None:
-        """Exchange momenta or gradients as in the saved job. Every rank calls it."""
+        """Exchange momenta or gradients, as the saved job did. Every rank calls it."""
         if saved.is_thawed and self._force.plans[-1].moves_exchange:
             self.thaw(0, "load_state_dict")
         self._force.momenta.take_over(saved)

@@ -28,7 +28,7 @@ class MicroBatchGroup:
         """`LossScale.changes` when the group began."""
         self._looks: list[Looks] = []
         self.is_like_first = True
-        """All batches of the group are like the job's first one, which predictions are for."""
+        """True if all batches of the group have the type of the job's first batch."""
         self._unused: frozenset[str] | None = None
 
     @property
@@ -60,7 +60,7 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """Return the parameters that no micro-batch uses, if the next one does not use `unused`."""
+        """Return the parameters that the whole group leaves unused, if its next micro-batch leaves `unused` unused."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:
@@ -69,7 +69,7 @@ class MicroBatchGroup:
             self._sums.complete(is_weighted=is_weighted)
 
     def compare_lengths(self) -> Callable[[], None] | None:
-        """Begin to compare the group's length between ranks, during forward and backward. Every rank calls it.
+        """Begin to compare the group's length between ranks, while forward and backward run. Every rank calls it.
 
         The returned function waits, and raises ReplicasDiffer on all ranks if the lengths differ.
         """

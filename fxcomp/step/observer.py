@@ -29,16 +29,16 @@ class StepUnderWay:
     force: PlanInForce
     batch: Any
     is_like_first: bool
-    """All its batches are like the job's first one, which predictions are for."""
+    """True if all its batches have the type of the job's first batch, for which times are predicted."""
     run: Callable[[Sequence[Any]], Any] | None = None
-    """Runs the emitted lines instead of `Executor.run`, if an observer sets it."""
+    """Function, set by an observer, that runs the emitted lines instead of `Executor.run`."""
     result: Any = None
     took: Sequence[Looks] = ()
-    """Begin and end of each micro-batch."""
+    """Clock readings at begin and end of each micro-batch."""
 
     @property
     def says_how_long(self) -> bool:
-        """The step took as long as an ordinary one with a batch like the first."""
+        """True if the step's time counts: no use lengthened it, and its batches are like the first."""
         return self.is_like_first and self.use in (None, Use.TURN)
 
     @property
@@ -54,10 +54,10 @@ class Observer:
     """Observer of the steps whose use is in `wants`."""
 
     wants: frozenset[Use | None] = frozenset()
-    """None stands for training only."""
+    """None: steps that only train."""
 
     def before(self, step: StepUnderWay) -> None:
-        """Prepare for a step that is about to run."""
+        """Prepare for the step."""
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:
         """Handle a step after its last line. Not called after an exception."""

@@ -37,8 +37,6 @@ CALENDAR = "calendar"
 
 
 class PlanInForce:
-    """Plan of the current step, with its warm-up stages, runtime and programs."""
-
     def __init__(
         self,
         decision: Decision,
@@ -57,7 +55,7 @@ class PlanInForce:
         """Index in `plans` of the plan in force."""
         self.momenta = Momenta(capture.first.graph, inputs.training.owners, stages)
         self.first_kind: BatchType = capture.kind
-        """Type of the first batch, which predictions are for."""
+        """Type of the first batch, for which times are predicted."""
         self._follower = Follower(trained, decision, len(self.plans) - 1)
         self._standing: dict[int, Program] = {}
         """Program for the first batch, by plan number."""
@@ -86,7 +84,7 @@ class PlanInForce:
 
     @property
     def lasting(self) -> Plan:
-        """Plan of the last warm-up stage; during a race, the plan that was in force before it."""
+        """Plan that stays after the warm-up; during a race, the plan that was in force before the race."""
         return self._follower.lasting.decision.plan
 
     @property
@@ -130,7 +128,6 @@ class PlanInForce:
         return self._standing[self._number].timeline
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
-        """Return the program for a batch and the current settings; capture it locally if needed."""
         self.program = found = self.programs.find(batch, kind, leaves, self._number)
         self.runtime.numbers = found.numbers
         return found
@@ -150,7 +147,7 @@ class PlanInForce:
         self.calendar.stay()
 
     def emit(self, plan: Plan) -> Turns[Program]:
-        """Emit the first batch's program for another plan, a pass per turn. Ranks do not communicate."""
+        """Emit the first batch's program for another plan, one pass at a time. Ranks do not communicate."""
         return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
     def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
@@ -177,7 +174,7 @@ class PlanInForce:
         return self.is_warm and not self._follower.racing and self.plan.differs_in_parameters_only(plan)
 
     def retuned(self, plan: Plan) -> Turns[Program]:
-        """Emit the `standing` program for `retune`, in the same number of turns on all ranks."""
+        """Emit the `standing` program for `retune`, with the same number of yields on all ranks."""
         return self._compiler.retune(self.standing, plan, self.decision.costs)
 
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
@@ -223,7 +220,7 @@ class PlanInForce:
             self.programs.forget_plan(loser.number)
             del self._standing[loser.number]
         self.programs.racing = 0
-        if not self.decision.plan.moves_exchange:  # else states saved in the warm-up need its plans
+        if not self.decision.plan.moves_exchange:  # otherwise states saved in the warm-up need its plans
             self._stay_with(self.decision.plan)
         self._go_on()
 

@@ -89,7 +89,7 @@ class Profiler(Observer):
 
 
 def measured_timeline(program: Program, reading: Reading) -> Timeline:
-    """Convert a timed step to the prediction's tasks. Waits of compute are gaps."""
+    """Return the timeline of a timed step, with the prediction's task names. Waits of compute are gaps."""
     predicted = {span.task.name: span.task for span in program.timeline.spans}
     spans = [_as(predicted, *each) for each in _measured(program, reading)]
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)))
@@ -120,7 +120,7 @@ class _Collective:
     on_pool: bool
 
     def end_us(self, reading: Reading) -> float | None:
-        """Return its end as reported by the backend, or the end of its wait, which may be later."""
+        """Return the end that the backend reports, in µs, or the end of the wait, which may be later."""
         if self.launch in reading.ends:
             return reading.ends[self.launch]
         times = reading.pool if self.on_pool else reading.main
@@ -147,7 +147,7 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
 
 
 def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[_Measured]:
-    """Yield collectives: each occupies its link from its launch, or from the end of the previous one."""
+    """Yield collectives: each occupies its link from its launch, or from the end of the link's previous collective."""
     known: list[tuple[float, float, _Collective]] = []
     for each in collectives:
         times, end_us = reading.pool if each.on_pool else reading.main, each.end_us(reading)

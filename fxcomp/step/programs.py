@@ -4,8 +4,7 @@
     only sizes differ (same *family*)    a symbolic program whose guard accepts the sizes
     otherwise                            capture; from a family's third shape on, sizes become symbols
 
-A known program also needs the captured answers to conditions on the batch's values (`Prelude`). Sizes 0 and 1 are
-never symbols, so a family may have several symbolic programs. A repeated cause of captures is reported once.
+Conditions on the batch's values (`Prelude`) must also have the answers of the capture. Sizes 0 and 1 are never symbols, so a family may have several symbolic programs. A repeated cause of captures is reported once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FAMILIES = 64
 """Maximum number of families whose varying sizes are recorded."""
 
 STATIC_SHAPES = 2
-"""Shapes captured with static sizes, before sizes that varied become symbols."""
+"""Captures per family with static sizes. In later captures, sizes that varied become symbols."""
 
 SYMBOLIC_TRIES = 4
 """Maximum number of failed symbolic traces per family. Each doubles the time of a capture."""
@@ -49,7 +48,7 @@ _ASK_LESS = (
 _GRAPH = attrgetter("captured.graph")
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
-"""Capture and compile for a batch, given the dimensions that may vary. Ranks do not communicate."""
+"""Captures and compiles for a batch, given the dimensions, by leaf, that may vary. Ranks do not communicate."""
 
 
 @dataclass(slots=True)
@@ -75,7 +74,7 @@ class _Family:
         return {leaf: dimensions for leaf, dimensions in chosen.items() if dimensions}
 
     def serving(self, leaves: Sequence[Any]) -> Program | None:
-        """Return a symbolic program whose guard accepts these tensors."""
+        """Return a symbolic program whose guard accepts the batch's leaves."""
         return next((each for each in self.symbolic if _fits(each, leaves)), None)
 
     def forget(self, program: Program) -> None:
@@ -108,13 +107,11 @@ _Answered = tuple[str, Hashable, _Around, Prelude | None]
 
 
 class Programs:
-    """Captures of one step."""
-
     def __init__(self, guard: StepGuard, make: Make):
         self._guard, self._make = guard, make
         self._of_key: OrderedDict[_Answered, Program] = OrderedDict()
         self._preludes: dict[_Known, list[Prelude | None]] = {}
-        """Preludes of the programs, the last used first."""
+        """Preludes of programs by lookup key, the last used first."""
         self._other_answer: OtherAnswer | None = None
         """First answer in the last lookup that differs from the captured one."""
         self._families: OrderedDict[Hashable, _Family] = OrderedDict()

@@ -2,19 +2,19 @@
 
 A *turn* is a few steps in a row under one runner.
 
-    heat     first turn of each runner, HEAT steps; the plan in force begins; a runner predicted FAR off does not run
-    rounds   turns of TURN steps for the best runners, MOST_AFTER_HEATS and then MOST_LATER, until one is left or all
-             have COUNTED counted steps
+    heat     first turn of each runner, HEAT steps; the plan in force begins
+    rounds   turns of TURN steps for the best MOST_AFTER_HEATS runners, later for the best MOST_LATER, until one runner
+             is left or each has COUNTED counted steps
     appeal   another heat for a runner that is out after one heat, if its prediction is near the best runner's
     end      the shortest median step time wins, or the smallest compression error in a statistical tie
 
-The first step of a turn allocates and is not counted. Verified steps belong to no turn. A step counts if every rank
-timed it, with the slowest rank's time. All ranks hold the same numbers. `Race` neither communicates nor switches plans.
+The first step of a turn allocates and is not counted. Verified steps belong to no turn. Another step counts if every
+rank timed it; its time is the slowest rank's. `Race` neither communicates nor switches plans.
 
 A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
-The cost of a race is its time above the winner's. If predictions hold, a heat costs at most HEAT · (FAR - 1) steps of
-the winner, and four heats 8: 0.8 % of the first thousand.
+The cost of a race is its time minus the time of as many steps under the winner. If predictions hold, a heat costs at
+most HEAT · (FAR - 1) = 2 of the winner's steps, and four heats 8 steps: 0.8 % of the first thousand.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fxcomp.search.runners import Runner
 from fxcomp.step.calendar import RaceTurn
 
 WARM_STEPS = 2
-"""Steps under the plan in force before the race, which allocate."""
+"""Number of steps before the race. They run the plan in force, and allocate memory."""
 
 TURN = 4
-"""Steps of a turn after the heat."""
+"""Number of steps of a turn after the heat."""
 
 HEAT = 2
-"""Steps of a runner's first turn."""
+"""Number of steps of a runner's first turn."""
 
 COUNTED = 7
 """Counted steps that suffice for a median: 1 of the heat, 3 of each of two turns."""
@@ -64,7 +64,6 @@ OUT_AT_FIRST = 0.5
 """A runner without counted steps is out if it is more than 50 % slower than the best."""
 
 FEW = 8
-"""A runner with fewer counted steps is compared by its shortest step."""
 
 NEAR = 0.25
 """A beaten runner predicted within 25 % of the best gets a second heat."""
@@ -77,9 +76,9 @@ TIE = 0.02
 class _Entrant:
     runner: Runner
     times_ms: list[float] = field(default_factory=list[float])
-    """Counted steps."""
+    """Times of counted steps."""
     first_ms: list[float] = field(default_factory=list[float])
-    """First steps of turns."""
+    """Times of the first steps of turns."""
     turns: int = 0
     is_out: bool = False
 
@@ -89,12 +88,12 @@ class _Entrant:
 
     @property
     def median_ms(self) -> float:
-        """Median of counted steps, or of first steps without any."""
+        """Median time of counted steps, or of first steps if none is counted."""
         return statistics.median(self.times_ms or self.first_ms)
 
     @property
     def at_best_ms(self) -> float:
-        """Median, or the shortest step before FEW are counted; infinite if no step was timed."""
+        """Median, or the shortest time if fewer than FEW steps are counted; infinite without times."""
         if len(self.times_ms) >= FEW:
             return self.median_ms
         return min(self.times_ms + self.first_ms, default=math.inf)
@@ -129,7 +128,7 @@ class Race:
             number = self._order.pop(0)
             entrant = self._entrants[number]
             if entrant.turns > 0 or not self._is_far(entrant):
-                length = HEAT if entrant.turns == 0 or entrant.is_out else TURN  # out: an appeal
+                length = HEAT if entrant.turns == 0 or entrant.is_out else TURN  # a runner that is out appeals
                 self.turn = RaceTurn(number, self._free_steps(step, length))
                 return
             entrant.is_out = True
@@ -177,7 +176,7 @@ class Race:
         return entrant.at_best_ms - best.median_ms > margin_ms
 
     def _appeals(self, best: _Entrant) -> list[int]:
-        """Return the beaten runners with a single turn whose prediction is near the best runner's."""
+        """Return the indices of beaten runners that had one turn and are predicted near the best runner."""
         most_us = (1 + NEAR) * best.runner.step_us
         return [
             k
@@ -197,7 +196,7 @@ class Race:
         self.result = Raced(runners, winner, self.begins, step, cost_ms)
 
     def _winner(self) -> int:
-        """Return the index of the fastest runner, or of the tied runner with the least compression error."""
+        """Return the index of the winner."""
         best = self._best
         if best is None:
             return 0  # no step was timed by all ranks: the plan in force stays
@@ -212,10 +211,10 @@ class Race:
         return min(ties, key=lambda k: (self._entrants[k].runner.loss, self._entrants[k].median_ms))
 
     def _standard_error(self, one: _Entrant, other: _Entrant) -> float:
-        """Estimate the standard error of a difference of medians from all counted steps."""
+        """Estimate the standard error of the difference of two runners' medians, from the counted steps of all runners."""
         off = [
             abs(ms / each.median_ms - 1) for each in self._entrants for ms in each.times_ms if len(each.times_ms) > 1
         ]
-        spread = max(LEAST_SPREAD, 1.48 * statistics.median(off)) if len(off) >= ENOUGH else SPREAD  # normal
+        spread = max(LEAST_SPREAD, 1.48 * statistics.median(off)) if len(off) >= ENOUGH else SPREAD
         errors = [1.25 * spread * each.median_ms / math.sqrt(max(1, len(each.times_ms))) for each in (one, other)]
         return math.hypot(*errors)

@@ -42,7 +42,7 @@ from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 
 CHECKED_STEPS = 2
-"""Number of steps whose shortest time is compared with the prediction by an earlier job's costs."""
+"""Number of steps whose shortest time is compared with the prediction from an earlier job's costs."""
 
 
 class Schedule:
@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def is_racing(self) -> bool:
-        """True before and during a race. Predictions are not checked then."""
+        """True if a race is scheduled or running. Predictions are not checked then."""
         return self._race is not None
 
     def takes_turns(self, step: int) -> bool:
@@ -108,8 +108,6 @@ class Schedule:
 
 
 class StepSchedule(Schedule):
-    """Schedule of a compiled step."""
-
     def __init__(
         self,
         force: PlanInForce,
@@ -168,7 +166,7 @@ class StepSchedule(Schedule):
             self._settle_anew(step)
 
     def begin(self, under_way: StepUnderWay) -> None:
-        """Time a first step, compare update inputs between ranks, and choose a step that verifies a new capture."""
+        """Time the step if due, compare update inputs between ranks, and choose a step to verify after a new capture."""
         force, calendar, alike = self._force, self.calendar, self._alike
         step, program = under_way.number, under_way.program
         if under_way.use is Use.TIME and self._first is not None:
@@ -187,7 +185,6 @@ class StepSchedule(Schedule):
         programs.is_new = False
 
     def between(self, steps: int) -> None:
-        """Do the work due after `steps` steps."""
         if self._first is not None and self._first.between(steps):
             self._choose(steps, self._first)
         self.calendar.timed = () if self._first is None else self._first.numbers
@@ -210,7 +207,7 @@ class StepSchedule(Schedule):
         self.calendar.timed = self._first.numbers
 
     def _expect_from(self, step: int) -> None:
-        """Check CHECKED_STEPS steps after `step`, whose own time includes allocations."""
+        """Check the CHECKED_STEPS steps after `step`, which itself allocates."""
         self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:
@@ -219,7 +216,7 @@ class StepSchedule(Schedule):
         took_us = min((1e3 * ms for ms in slowest if ms is not None), default=None)
         self.calendar.checked, topic, decision = (), "checking an earlier job's costs", self._force.decision
         with self._site.ranks.together(topic):
-            mine_us = self._force.predicted.step_time_us  # differs between ranks with other shards
+            mine_us = self._force.predicted.step_time_us  # depends on the rank's shards
             predicted_us = self._site.ranks.from_rank_0(topic, lambda: mine_us)
             said = "links take another time than an earlier job measured"
             if took_us is not None and not is_alike(took_us, predicted_us):
@@ -246,7 +243,7 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the plan of a loaded state that the same number of ranks saved, with no race running or scheduled.
+        """Follow the plan of a loaded state, if the same number of ranks saved it outside of a race.
 
         Do nothing if a step has run, the plan does not fit, or the job does not begin dense. Every rank calls it.
         """
@@ -282,7 +279,6 @@ class StepSchedule(Schedule):
             self._adaptation = Adaptation(self._force, errors, terms, self._site, self._settle_anew, self._note)
 
     def go_on(self, saved: SavedMomenta) -> None:
-        """Exchange momenta or gradients as in the saved job. Every rank calls it."""
         self._freeze.go_on(saved)
         self._freeze_at(self._force.momenta.freezes_at)
 
@@ -380,7 +376,7 @@ class StepSchedule(Schedule):
         decision = self._planner.again(old, topic, errors)
         self._force.switch(decision, topic)
         self.call_off()
-        timeline = self._force.standing.timeline  # differs between ranks with other shards
+        timeline = self._force.standing.timeline  # depends on the rank's shards
         predicted_us = self._site.ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
         sum_of_all = CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, self._site.cluster
         dense_us = [costs.collective(*sum_of_all).us for costs in (old, decision.costs)]
@@ -389,7 +385,7 @@ class StepSchedule(Schedule):
         return decision.plan != before
 
     def _drifted(self, step: int) -> str:
-        """Return a sentence on the drift in a window that ends at `step`, if any. Every rank calls it."""
+        """Return a sentence on drift if a window ends at `step`; empty without drift. Every rank calls it."""
         if self._site.ranks.world_size == 1 or not self._options.is_watched or not self.calendar.judges_after(step):
             return ""
         mine = median_of_window(self._times.since(step - WINDOW))
@@ -423,7 +419,7 @@ class StepSchedule(Schedule):
 
 
 def _said_of(decision: Decision, step: int, predicted_us: float, dense_us: Sequence[float], *, changed: bool) -> str:
-    """Write the note on a replanned decision. `dense_us`: time to sum all gradients, by old and new costs."""
+    """Write the note on a replanned decision. `dense_us`: time to sum all gradients by old costs, then by new costs."""
     assert decision.choice is not None, "a chosen plan has been compared"
     before_us, now_us = dense_us
     return (

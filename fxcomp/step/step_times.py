@@ -27,11 +27,11 @@ class StepTimes:
         self._pending: deque[tuple[int, Sequence[Looks], Waits]] = deque(maxlen=KEPT)
 
     def look(self) -> Any:
-        """Record the beginning or end of a step."""
+        """Return a clock reading, at the begin or end of a step."""
         return self._clock.look()
 
     def add(self, number: int, step: Sequence[Looks], waits: Waits) -> None:
-        """Add a step: its parts (one per micro-batch) and its waits for the network."""
+        """Add a step: clock readings of its parts (one per micro-batch), and its waits for the network."""
         self._pending.append((number, step, waits))
         self._collect()
 
@@ -52,7 +52,7 @@ class StepTimes:
         return self.step_ms
 
     def of(self, numbers: Sequence[int]) -> list[float | None]:
-        """Return the times of steps in ms, None if not counted. Waits for the device."""
+        """Return the times of steps in ms, None for a step that is not counted. Waits for the device."""
         times = self.settled_ms()
         known = dict(zip(self._numbers, times, strict=True))
         return [known.get(number) for number in numbers]
@@ -63,14 +63,13 @@ class StepTimes:
         return [ms for other, ms in zip(self._numbers, times, strict=True) if other >= number]
 
     def slowest(self, numbers: Sequence[int], site: Site) -> list[float | None]:
-        """Return the slowest rank's times in ms, None if some rank did not count the step. Every rank calls it."""
+        """Return each step's time on the slowest rank, in ms; None unless all ranks counted it. Every rank calls it."""
         mine = [-1.0 if ms is None else ms for ms in self.of(numbers)]
         everyone = site.gather_numbers("the times of a turn's steps", mine)
         return [max(times) if min(times) >= 0 else None for times in zip(*everyone, strict=True)]
 
     @property
     def median_ms(self) -> float:
-        """Median of recent steps, in ms; nan before the first."""
         return statistics.median(self.step_ms) if self.step_ms else float("nan")
 
     @property

@@ -1,4 +1,4 @@
-"""Keep parameters that no rank uses in a step unchanged: `find_unused_parameters`.
+"""Leave parameters unchanged if no rank uses them in a step: `find_unused_parameters`.
 
     used by this rank's program      its gradient goes into the bucket
     used only by other ranks         zeros go into the bucket, and the mean of all ranks updates it
@@ -8,8 +8,8 @@ One byte per parameter is exchanged from the beginning of the step, and read bef
 program that uses every parameter does not wait for it. Parameters that no rank uses are copied, updated with zeros, and
 restored after the step.
 
-DDP keeps the `.grad` of these parameters and does not report them to the hook. There, a gradient that is zero on every
-rank counts as unused: its residual stays, and its mean is zero, also if the parameter was used.
+DDP keeps the `.grad` of these parameters and does not report them to its hook. In the hook, a gradient that is zero on
+every rank counts as unused: its residual stays, and its mean is zero.
 """
 
 from __future__ import annotations
@@ -140,20 +140,20 @@ def _unused_everywhere(names: Iterable[str], used: Coming) -> list[str]:
 # Gradients from DDP's backward pass
 
 FIRST = 256
-"""Leading elements that usually suffice to find a nonzero gradient."""
+"""Number of leading elements that usually suffice to find that a gradient is nonzero."""
 
 
 class ZeroGradients:
     """Gradients of a backward pass that are zero on this rank, with their saved residuals.
 
-    On an asynchronous device, all residuals are saved, and the flags are read once after the pass.
+    On an asynchronous device, all residuals are saved, and `_flags` is read once after the pass.
     """
 
     def __init__(self, state: GradientState):
         self._state = state
         self._kept: dict[str, _Kept] = {}
         self._flags: dict[str, Tensor | bool] = {}
-        """True for nonzero gradients."""
+        """True for a nonzero gradient, by parameter."""
 
     def look_at(self, gradients: Mapping[str, Tensor]) -> None:
         """Save the residuals of a bucket's zero gradients before compression."""
@@ -167,7 +167,7 @@ class ZeroGradients:
                 self._kept[name] = _Kept.of(name, self._state)
 
     def put_back(self, means: Mapping[str, Tensor], site: Site) -> None:
-        """Restore the residuals of gradients that are zero on all ranks, and zero their means. Every rank calls it."""
+        """Restore the residuals of gradients that are zero on all ranks; their means become 0. Every rank calls it."""
         flags = [self._flags[name] for name in means]
         here = [flag for flag in flags if isinstance(flag, Tensor)]
         used = torch.stack(here).byte() if here else torch.tensor(flags, dtype=torch.uint8)

@@ -1,12 +1,12 @@
 """Adapt the plan to measured compression errors, between steps and at the same steps on all ranks.
 
     wait       until the plan's error has changed or INTERVAL steps have passed; never in a warm-up or race
-    solve      rank 0 chooses strategies again, in *turns* of a few ms; it broadcasts every MEETING steps until done
-    retune     if only compressor parameters change: every rank, in four turns
-    emit       otherwise: every rank, one pass per turn
-    switch     residuals are kept
+    solve      rank 0 chooses strategies again, a few ms after each step; ranks ask for its answer every MEETING steps
+    retune     if only compressor parameters change: every rank changes its program, in parts after four steps
+    emit       otherwise: every rank emits a program, one pass after each step
+    switch     all ranks follow the new plan; residuals are kept
 
-If solving raises, the plan stays. A job that began dense stays dense, because dense has no error and was fastest.
+If solving raises, the plan stays. A plan that was chosen dense also stays, because dense has no error and was fastest.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
 
 
 class Adaptation:
-    """Replaces the plan as errors change. Every rank calls `act` after each step outside of warm-up and races."""
+    """Every rank calls `act` after each step outside of warm-up and races."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Adaptation:
         self._follow, self._note = follow, note
         self._work: Generator[None] | None = None
         self._solved_by = self._compared = ASSUMED
-        """Errors of the last solution and of the last comparison."""
+        """Error tables of the last solution and of the last comparison."""
         self._solved_at = 0
         self._last_failure = ""
         self.moves: list[PlanMove] = []
@@ -148,7 +148,7 @@ class Adaptation:
                 return shared
 
     def _solve(self) -> Generator[dict[str, Any] | None]:
-        """Solve with the current errors on rank 0. Yield None, and last the answer."""
+        """Choose strategies again by the current errors. Yield None between parts of the work, then the answer."""
         force, cluster, terms = self._force, self._site.cluster, self._terms.by(self._errors.table)
         workload, before = force.decision.workload, force.plan
         limit = terms.limit(workload, cluster)
@@ -174,7 +174,7 @@ class Adaptation:
 
 
 def _next_answer(turns: Iterator[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Advance the solver. An exception becomes the answer, because other ranks wait for one."""
+    """Advance the solver. An exception becomes the answer, because other ranks wait for an answer."""
     try:
         return next(turns)
     except Exception as error:
@@ -188,7 +188,7 @@ _SAID = 4  # changes listed in a note
 
 
 def changes_of(before: Plan, after: Plan) -> list[str]:
-    """Return the changes of strategies, the most elements first."""
+    """Return the changes of strategies as text, largest first."""
     diff = diff_plans(PlanFile(before), PlanFile(after))
     found = [f"{each.what} for {mb(each.bytes)} MB" for each in diff.strategies]
     more = [f"{len(found) - _SAID} more such changes"] if len(found) > _SAID else []

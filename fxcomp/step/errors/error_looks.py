@@ -3,9 +3,8 @@
     look at one family of compressors ─► average ─► `table`, the same on every rank
     next look, at another family: after max(20, ⌈time of look / (0.007 · step time)⌉) steps
 
-The number of steps between looks keeps their time, on the slowest rank, below LOOKS_SHARE of the
-job. The first looks, one per family, are close together, and the wait for them follows. Every rank calls the methods at
-the same steps.
+The number of steps between looks keeps their time, on the slowest rank, below LOOKS_SHARE of the job's time. The first
+looks, one per family, are FIRST steps apart; a longer wait follows. Every rank calls the methods at the same steps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LOOKS, LOOKS_SHARE = 20, 0.007
 """Minimum number of steps between looks, and maximum fraction of a job's time for looks."""
 
 AT_ONCE, FIRST = 20.0, 2
-"""Maximum time of the first looks, in steps, and the number of steps between them."""
+"""Maximum time of the first looks, in step times, and the number of steps between them."""
 
 
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
@@ -41,8 +40,6 @@ def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool)
 
 
 class ErrorLooks(Observer):
-    """Looks of a job, and the resulting error table."""
-
     wants = frozenset({Use.LOOK})
 
     def __init__(self, force: PlanInForce, site: Site, times: StepTimes, note: Callable[[str], None], steps: int = 0):
@@ -58,7 +55,7 @@ class ErrorLooks(Observer):
         self._means: list[Rows] = [{} for _ in FAMILIES]
         """Mean errors of each family."""
         self._next = 0
-        """Next family."""
+        """Index of the family of the next look."""
         self.table: ErrorTable = ASSUMED
         """Averaged errors of all families; ASSUMED until each has been measured."""
         self._step_us = 0.0
@@ -71,7 +68,6 @@ class ErrorLooks(Observer):
     # In a step
 
     def before(self, step: StepUnderWay) -> None:
-        """Begin the step's look."""
         residuals, family = self._force.state.residuals, FAMILIES[self._next]
         look = ErrorLook(family, self.looks, self._shapes, residuals, self._site, wants=step.is_like_first)
         step.runtime.gradients.on_gradient, step.runtime.gradients.on_update = look.see, look.measure
@@ -106,7 +102,7 @@ class ErrorLooks(Observer):
         return wait
 
     def _be_refused(self, look: ErrorLook) -> int:
-        """Return the steps to the next attempt. They vary, because every n-th batch may be unlike the first."""
+        """Return the steps to the next attempt. The number varies, because every n-th batch may be unlike the first."""
         self._refusals += 1
         if look.some_lack_room and not self._has_noted:
             self._has_noted = True
@@ -125,7 +121,7 @@ class ErrorLooks(Observer):
 
     @property
     def said(self) -> str:
-        """Describe the source of the table."""
+        """Describe the source of the table's errors."""
         if not self.table.is_measured:
             return "errors of Gaussian values are assumed until each family of compressors has been looked at"
         passed_us = (self._steps - self._begun) * self._step_us

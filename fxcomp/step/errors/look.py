@@ -5,8 +5,8 @@
 
 Parameters are bitwise the same with and without the measurement.
 
-Residuals are scaled like a rank's gradient. If hosts sum before compression, a rank adds its shard of the host's
-residual; sums over ranks are then right, but a single rank's squares are not. Residuals of a dropped plan are excluded.
+Residuals are added in the unit of the rank's gradient. If hosts sum before compression, a rank adds its shard of the
+host's residual; sums over ranks are then right, but a rank's squares are not. Residuals of a dropped plan are excluded.
 
 Memory: all gradients at once, and a copy of the residuals.
 """
@@ -32,7 +32,7 @@ from fxcomp.runtime.clock import Clock
 from fxcomp.site import Site
 
 MARGIN = 1.1
-"""Rounding by allocators (assumed)."""
+"""Factor for the rounding of sizes by allocators (assumed)."""
 
 DRAWN_BYTES = 4 * 2 * 64 * 512
 """Bytes of 64 runs of 512 elements, sampled from one gradient, and of their concatenation."""
@@ -48,7 +48,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class ErrorLook:
     """Measurement in one step, on every rank. `number` is its index, and seeds sampling.
 
-    No rank measures unless each has `wants` set and enough memory.
+    Ranks measure if `wants` is set, and memory suffices, on all of them.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class ErrorLook:
         self.lacks_room = spare is not None and spare < needed_bytes(shapes)
         self._is_on = wants and not self.lacks_room
         self._seen: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
-        """Gradients by parameter and first element."""
+        """Gradients or parts of gradients, by parameter and index of the first element."""
         self._left_out: dict[str, Tensor] = {}
         self.rows: Rows | None = None
         """Errors of the family, the same on all ranks; None until measured."""
         self.is_left_out = False
-        """The step was skipped."""
+        """True if the step was skipped."""
         self.some_lack_room = False
 
     def see(self, name: str, gradient: Tensor, start: int = 0) -> None:

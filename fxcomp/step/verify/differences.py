@@ -22,7 +22,7 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Tolerances for values rounded to 11 and 8 bits between operators (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients / (relative tolerance · largest gradient). Some are only rounding."""
+"""Absolute tolerance of gradients / (relative tolerance · largest gradient). Some gradients are only rounding."""
 
 ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
@@ -66,7 +66,7 @@ def difference(value: Tensor, expected: Tensor, relative: float, absolute: float
 
 
 def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[float, float] | None:
-    """Return the largest difference of two updates and the largest change; None within tolerance.
+    """Return the largest difference of two updates and the largest change; None if within tolerance.
 
     Tolerances are relative to the change, because a wrong learning rate changes a parameter only slightly.
     """
@@ -95,7 +95,7 @@ class Differences:
         self.suspects: dict[str, tuple[float, str]] = {}
         """Gradients whose difference may be rounding, with the difference and a message."""
         self._is_exact = True
-        """Everything so far was bitwise equal. Integers must then be equal, too."""
+        """True while all floats were bitwise equal. Integers must then be equal, too."""
 
     def note(self, what: str) -> None:
         self.first = self.first or what
@@ -110,8 +110,8 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or its part from element `start` on.
 
-        A difference above this gradient's tolerance, but not above the largest gradient's tolerance, makes it a
-        suspect: it may be rounding, because a gradient's terms may be larger than their sum.
+        A gradient is a suspect if the difference is above its tolerance, but not above the largest gradient's. This may
+        be rounding, because the terms of a gradient may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
@@ -159,7 +159,7 @@ class Differences:
                 )
 
     def _off(self, value: Tensor, expected: Tensor, absolute: float = 0.0) -> float | None:
-        """Return the difference if above tolerance.
+        """Return the difference, or None if within tolerance.
 
         Integers may differ once floats do, for example a count of correct answers.
         """

@@ -37,7 +37,7 @@ class EagerResult:
     unexpected: tuple[str, ...]
     """Parameters with a gradient that the compiled step does not update."""
     buffers: dict[str, Tensor]
-    """Values after the forward pass."""
+    """Buffers after the forward pass."""
 
 
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
@@ -207,7 +207,7 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
     """Restore buffers, and parameters that the forward pass writes. `after` receives the new buffers."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
-    # Not by tensor versions, because batch norm does not count its writes of running statistics.
+    # Not by tensor versions: batch norm writes running statistics without raising them.
     before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]
     try:
         yield

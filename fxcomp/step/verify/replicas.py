@@ -23,8 +23,6 @@ BITS = 32
 
 
 class Replicas:
-    """Parameters and optimizer state, which must be equal on all ranks before a step."""
-
     def __init__(self, training: Training, ranks: Ranks) -> None:
         self._ranks, self._tensors = ranks, dict[str, Tensor]()
         if ranks.world_size > 1:
@@ -36,7 +34,7 @@ class Replicas:
 
     @property
     def flags(self) -> list[bool]:
-        """Bits of the checksum, then their complements. A bit differs between ranks if both are set on some ranks."""
+        """Bits of the checksum, then their complements: a bit differs if a rank sets it and a rank sets its complement."""
         names = "".join(self._tensors).encode()
         digest = zlib.crc32(np.asarray(self._sums, dtype=np.int64).tobytes(), zlib.crc32(names))
         bits = [bool(digest >> place & 1) for place in range(BITS)]

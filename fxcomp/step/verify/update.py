@@ -51,7 +51,7 @@ class Means:
     def __init__(self, device: torch.device):
         self._device = device
         self._sums: dict[str, tuple[float, float]] = {}
-        """Weighted sum and sum of squares."""
+        """Weighted sum and sum of squares, by parameter."""
         self.is_known = False
 
     def add(self, name: str, gradient: Tensor, start: int = 0) -> None:
@@ -78,7 +78,7 @@ class Means:
 
 
 def _least(gradient: Tensor) -> float:
-    """Bound the weighted sum of values below the type's smallest subnormal: 6e-8 for fp16."""
+    """Return a bound on the weighted sum of values below the type's smallest subnormal (6e-8 for fp16)."""
     known = torch.finfo(gradient.dtype)
     return known.smallest_normal * known.eps * math.sqrt(gradient.numel())
 
@@ -122,7 +122,7 @@ class UpdateCheck:
         self._training, self._relative = training, relative
         recorded = [owner for owner in training.owned if owner.parameter in fresh_states(owner.optimizer)]
         self._fresh = {owner.name for owner in recorded if is_fresh(owner)}
-        """Parameters before their first update."""
+        """Names of parameters that have never been updated."""
         self._states = {o.name: copied(o.state) for o in recorded if may_change(o.state)}
         """Copies of states that the step may replace."""
         self._shadows = {id(each): shadow_of(each) for each in training.optimizers}
@@ -137,7 +137,7 @@ class UpdateCheck:
         self._arrived = 0.0
         self._sent = 0.0
         self.expected: dict[str, Tensor] = {}
-        """Gradients that should reach the updates, with one rank."""
+        """Expected gradients of the updates; only on a single rank."""
         self.means = Means(training.device)
         """Sums that check averaged gradients, with several ranks and no compression."""
         self.largest = 0.0
@@ -148,7 +148,7 @@ class UpdateCheck:
         self.updated = 0
 
     def rule(self, _: str, run: Rule) -> Rule:
-        """Wrap a function of the optimizer. Functions without parameter and gradient are not checked."""
+        """Wrap an emitted function of the optimizer, to check its updates. Functions that take no gradient stay as they are."""
         names = run.__code__.co_varnames[: run.__code__.co_argcount]
         if {"parameters", "gradients"} <= set(names):
             return self._rule_by_lists(names, run)

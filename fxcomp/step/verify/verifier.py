@@ -47,7 +47,7 @@ MARGIN = 1.1
 """Factor for the rounding of sizes by allocators (assumed)."""
 
 STATES_AT_ONCE = 12
-"""Copies of the largest parameter or state, in fp32 or wider: before, expected, and temporaries."""
+"""Number of copies of the largest parameter or state, in fp32 or wider: before, expected, and temporaries."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Verifier(Observer):
             self._under_way = Verification(self, step, needed)
 
     def after(self, step: StepUnderWay, aux: Sequence[Any]) -> None:  # noqa: ARG002
-        """Compare the step's results. Raises VerificationFailed on every rank if any rank found a difference."""
+        """Compare the step's results. Raises VerificationFailed on all ranks."""
         if self._under_way is not None:
             self._under_way.finish(aux)
             self._under_way = None
@@ -108,7 +108,7 @@ def needed_bytes(training: Training, batch: Any) -> int:
 
 
 def anywhere(training: Training, runtime: Runtime, *flags: bool) -> list[bool]:
-    """Return for each flag if any rank set it. Every rank calls it at the same line."""
+    """Return, for each flag, True if any rank set it. Every rank calls it at the same line."""
     counts = torch.tensor([float(flag) for flag in flags], device=training.device)
     runtime.transport.all_reduce(counts, "world", "main").wait()
     return [bool(count > 0) for count in counts.cpu()]
@@ -167,7 +167,7 @@ class Verification:
         return anywhere(self._training, self._runtime, bool(self._differences.first))[0]
 
     def _completed(self, eager: EagerResult | None) -> EagerResult | None:
-        """Add the other micro-batches of the group to eager's gradients, weighted if the loss has a count."""
+        """Add the gradients of the group's other micro-batches to eager's; None without memory. Every rank calls it."""
         sums, share = self._verifier.sums, None
         if self._program.captured.is_weighted:
             share = sums.share(eager and eager.count, self._sum_over_ranks, self._ranks)
@@ -189,7 +189,7 @@ class Verification:
     def _on_gradient(self, name: str, gradient: Tensor, start: int) -> None:
         if self._eager is None or self._differences.first:
             return
-        with suppress(*compat.OUT_OF_MEMORY):  # skip this one
+        with suppress(*compat.OUT_OF_MEMORY):  # skip this gradient
             expected = self._eager.gradients[name]
             sent, wanted = self._updates.as_sent(name, gradient, expected, start)
             self._differences.check_gradient(name, sent, wanted, self._updates.largest, start)
@@ -269,7 +269,7 @@ class Verification:
         self._updates.finish(self._program.captured.gradient_names, skipped=self._runtime.counters.skipped)
         found.note(self._updates.wrong)
         found.check_aux(aux, eager)
-        if self._verifier.ranks.rank == 0:  # the other ranks receive its buffers
+        if self._verifier.ranks.rank == 0:  # other ranks receive rank 0's buffers
             found.check_buffers(self._training.model, eager)
         if anywhere(self._training, self._runtime, bool(found.first))[0]:
             self._fail(self._what_was_updated())
