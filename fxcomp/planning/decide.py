@@ -82,7 +82,7 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     node_us |= {name: us for step in by_way[Way.ONE_BY_ONE] for name, us in step.node_us.items()}
     compute = apportion(program, held, node_us, "measured in the emitted step, all ranks running")
     around_us = max(each[0] for each in everyone)
-    held = replace(held, wait_us=min(each[-1] for each in everyone))  # the last rank waits least
+    held = replace(held, wait_us=min(each[-1] for each in everyone))  # the slowest rank waits least
     own = replace(
         costs,
         compute={**costs.compute, **compute},
@@ -186,7 +186,7 @@ class Planner:
         return plan_as_given(plan, workload, costs, self.site.cluster, self.options.compress.point)
 
     def with_momenta(self, decision: Decision) -> Decision:
-        """Add the costs of exchanging momenta if a given plan does so. Raises Unsupported."""
+        """Add the costs of exchanging momenta if a given plan exchanges them. Raises Unsupported."""
         moved, costs = decision.plan.moved, decision.costs
         if not moved or decision.choice is not None:
             return decision
@@ -195,7 +195,7 @@ class Planner:
         return replace(decision, workload=workload)
 
     def links_are_as_they_were(self, costs: CostTable, dense_bytes: int) -> bool:
-        """Return True if an all_reduce of all gradients takes about as long as by `costs`. Every rank calls it."""
+        """Return True if an all_reduce of all gradients takes about as long as `costs` predict. Every rank calls it."""
         assert isinstance(self.site.transport, Groups), "several ranks have groups"
         timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
         what = CollectiveKind.ALL_REDUCE, Level.WORLD, min(max(4, dense_bytes), LARGEST_FROM_DEVICE)

@@ -23,7 +23,7 @@ from fxcomp.report.device import DeviceUse, StepOnDevice
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
 
 WORTH_SAYING = 0.05
-"""Minimum time that an advised setting saves / time of the kernels."""
+"""Minimum fraction of the kernels' time that an advised setting saves."""
 
 
 @compat.outside_function_modes()

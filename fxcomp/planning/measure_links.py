@@ -26,7 +26,7 @@ from fxcomp.runtime.transport import Groups, Transport
 from fxcomp.site import NOBODY, Beside
 
 SMALL_BYTES = 4096
-"""Largest collective whose processor time counts as the fixed cost, in bytes."""
+"""Bytes of the largest collective whose processor time counts as the fixed cost."""
 
 LARGEST_FROM_DEVICE = 64 << 20
 """Bytes of the largest collective timed between accelerators (gathers: `MOST_RECEIVED`). With 16 MiB, a dense step of

@@ -188,7 +188,7 @@ class StepMeasurement:
         return sum(self.region_us.values()) + self.pack_us
 
     def times(self, factor: float, step_us: float) -> StepMeasurement:
-        """Scale compute by `factor`, in a step of `step_us`."""
+        """Return a copy with compute scaled by `factor`, and another step time."""
         scaled = {name: us * factor for name, us in self.region_us.items()}
         return replace(self, step_us=step_us, region_us=scaled, pack_us=self.pack_us * factor)
 

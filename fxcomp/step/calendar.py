@@ -96,7 +96,7 @@ class Calendar:
         return step in self.verified or step == self.verified_too
 
     def stage_at(self, step: int) -> int:
-        """Return the index of a step's warm-up stage, the last one after the warm-up."""
+        """Return the index of a step's warm-up stage; after the warm-up, of the plan that stays."""
         return max(0, sum(first <= step for first in self.warm_from) - 1)
 
     def is_warm_at(self, step: int) -> bool:
@@ -119,7 +119,7 @@ class Calendar:
         passed = steps - self.followed_from
         return self.is_quiet_at(steps - 1) and passed > 0 and passed % WINDOW == 0
 
-    # Entering
+    # Scheduling
 
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
         """Return the first `count` steps from `step` on that are not in `verified`.

@@ -136,7 +136,7 @@ class CompiledStep:
             self.times.add(step.number, step.took, counters.waits)
 
     def close(self) -> None:
-        """End the pool's threads and release the process groups. A `with` statement and garbage collection also do so."""
+        """End the pool's threads and release the process groups. So do a `with` statement and garbage collection."""
         self._execution.close(self.in_force.runtime)
 
     def __enter__(self) -> CompiledStep:

@@ -31,7 +31,7 @@ EVERY_STEP_VERIFIED = (
 def notes_of(
     force: PlanInForce, race: str, errors: str, steps: int, unlike_first: int, skipped: int
 ) -> tuple[str, ...]:
-    """Return notes on the running step. `unlike_first`: number of steps with batches unlike the first one."""
+    """Return notes on the running step. `unlike_first`: number of steps with batches unlike the first."""
     notes = [race] if race else []
     if (prelude := force.program.captured.prelude) is not None:
         notes.append(prelude.said)

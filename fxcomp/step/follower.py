@@ -152,7 +152,7 @@ class Follower:
     # Taking turns
 
     def line_up(self, plans: Sequence[Plan]) -> None:
-        """Start a race with other plans. Every rank calls it."""
+        """Start a race. Every rank calls it."""
         assert not self.racing, "one race at a time"
         assert all(set(each.moved) == set(self.decision.plan.moved) for each in plans), "residuals have one unit"
         for plan in plans:

@@ -60,7 +60,7 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """Return the parameters that the whole group leaves unused, if its next micro-batch leaves `unused` unused."""
+        """Return the parameters unused in the whole group, given those `unused` in its next micro-batch."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:

@@ -54,7 +54,7 @@ class Observer:
     """Observer of the steps whose use is in `wants`."""
 
     wants: frozenset[Use | None] = frozenset()
-    """None: steps that only train."""
+    """None stands for steps that only train."""
 
     def before(self, step: StepUnderWay) -> None:
         """Prepare for the step."""

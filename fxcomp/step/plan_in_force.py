@@ -243,7 +243,7 @@ class PlanInForce:
         return {**saved, **self.momenta.saved(self.plan), **about}
 
     def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
-        """Load saved states and enter their stage. Every rank calls it. Raises BadState.
+        """Load saved states and enter their warm-up stage. Every rank calls it. Raises BadState.
 
         `go_on` restores the exchange of momenta or gradients. Return the saved number of steps; None without states.
         """

@@ -4,7 +4,8 @@
     only sizes differ (same *family*)    a symbolic program whose guard accepts the sizes
     otherwise                            capture; from a family's third shape on, sizes become symbols
 
-Conditions on the batch's values (`Prelude`) must also have the answers of the capture. Sizes 0 and 1 are never symbols, so a family may have several symbolic programs. A repeated cause of captures is reported once.
+Conditions on the batch's values (`Prelude`) must also have the answers of the capture. Sizes 0 and 1 are never symbols,
+so a family may have several symbolic programs. A repeated cause of captures is reported once.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class Race:
         return min(ties, key=lambda k: (self._entrants[k].runner.loss, self._entrants[k].median_ms))
 
     def _standard_error(self, one: _Entrant, other: _Entrant) -> float:
-        """Estimate the standard error of the difference of two runners' medians, from the counted steps of all runners."""
+        """Estimate the standard error of the difference of two medians, from the counted steps of all runners."""
         off = [
             abs(ms / each.median_ms - 1) for each in self._entrants for ms in each.times_ms if len(each.times_ms) > 1
         ]

@@ -166,7 +166,7 @@ class StepSchedule(Schedule):
             self._settle_anew(step)
 
     def begin(self, under_way: StepUnderWay) -> None:
-        """Time the step if due, compare update inputs between ranks, and choose a step to verify after a new capture."""
+        """Time the step if due, compare update inputs between ranks, and choose a step that verifies a new capture."""
         force, calendar, alike = self._force, self.calendar, self._alike
         step, program = under_way.number, under_way.program
         if under_way.use is Use.TIME and self._first is not None:
@@ -243,7 +243,7 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
 
     def follow_saved(self, given: Given, steps: int) -> None:
-        """Follow the plan of a loaded state, if the same number of ranks saved it outside of a race.
+        """Follow the plan of a loaded state, if the same number of ranks saved it with no race running or scheduled.
 
         Do nothing if a step has run, the plan does not fit, or the job does not begin dense. Every rank calls it.
         """

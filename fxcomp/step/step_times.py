@@ -74,7 +74,6 @@ class StepTimes:
 
     @property
     def exposed_ms(self) -> float:
-        """Median exposed communication of recent steps, in ms; nan before the first."""
         self._collect()
         return statistics.median(self._waited_ms) if self._waited_ms else float("nan")
 

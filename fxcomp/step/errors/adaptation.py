@@ -2,7 +2,7 @@
 
     wait       until the plan's error has changed or INTERVAL steps have passed; never in a warm-up or race
     solve      rank 0 chooses strategies again, a few ms after each step; ranks ask for its answer every MEETING steps
-    retune     if only compressor parameters change: every rank changes its program, in parts after four steps
+    retune     if only compressor parameters change: every rank changes its program, in parts after each of four steps
     emit       otherwise: every rank emits a program, one pass after each step
     switch     all ranks follow the new plan; residuals are kept
 

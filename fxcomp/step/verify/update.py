@@ -148,7 +148,7 @@ class UpdateCheck:
         self.updated = 0
 
     def rule(self, _: str, run: Rule) -> Rule:
-        """Wrap an emitted function of the optimizer, to check its updates. Functions that take no gradient stay as they are."""
+        """Wrap an emitted optimizer function to check its updates. A function without a gradient argument stays."""
         names = run.__code__.co_varnames[: run.__code__.co_argcount]
         if {"parameters", "gradients"} <= set(names):
             return self._rule_by_lists(names, run)
