@@ -4,7 +4,7 @@
     hook = fxcomp.ddp_hook(compress="balanced")
     model.register_comm_hook(None, hook)
 
-The loop does not change. The first backward passes are dense and measure the ready times of buckets, unless a plan is
+The first backward passes are dense and measure the ready times of buckets, unless a plan is
 given. Then all ranks agree on a plan, which is emitted as in a compiled step (`hook_program.py`).
 """
 
@@ -106,7 +106,7 @@ class DdpHook(PlannedAverage):
     def _started(
         self, bucket: compat.GradBucket | tuple[Tensor, Tensor], state: object
     ) -> Callable[[compat.GradBucket], Future]:
-        """Meet the ranks of the wrapper at the first bucket. Every rank calls it."""
+        """Meet the wrapper's ranks at the first bucket, and return the function that averages buckets."""
         if isinstance(bucket, tuple):
             raise Unsupported(
                 'with torch._dynamo.config.optimize_ddp = "python_reducer" torch hands hooks single gradients, and no'
