@@ -27,7 +27,7 @@ with gc_paused():
     from fxcomp.step.compiled_step import CompiledStep
 
 __version__ = "0.1.0"
-"""Version of the package, as `fxcomp --version` prints it."""
+"""Version of the package."""
 
 __all__ = [
     "Checks",

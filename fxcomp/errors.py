@@ -46,7 +46,7 @@ class Unsupported(FxcompError):
 
 
 class CaptureFailed(FxcompError):
-    """The training step cannot be captured as one graph equal to eager PyTorch."""
+    """The training step cannot be captured as one graph equivalent to eager PyTorch."""
 
 
 class StepChanged(FxcompError):

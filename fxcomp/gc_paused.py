@@ -14,7 +14,7 @@ MANY = 100_000
 def gc_paused() -> Generator[None]:
     """Disable garbage collection in a block.
 
-    It takes a sixth of the time of `import torch` and of `fxcomp explain` (measured, 2026-11).
+    Collection takes a sixth of the time of `import torch` and of `fxcomp explain` (measured, 2026-11).
     """
     collected = gc.isenabled()
     gc.disable()

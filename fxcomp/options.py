@@ -45,7 +45,7 @@ class Checks:
     """Checks of a running step.
 
     `verify`: steps compared with eager PyTorch in loss, gradients and update: `sampled` (2, 5, 10, 20, 50 and so on,
-    every 500th, and one after a new kind of batch), N for every N-th, or `never`.
+    every 500th, and after a new kind of batch), N for every N-th, or `never`.
 
     `race`: `auto` (the best plans run alternately in the first 60 steps, and the fastest is kept) or `off` (the
     predicted plan).

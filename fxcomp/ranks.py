@@ -149,7 +149,7 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str, *, after_a_stop: bool = False) -> Generator[None]:
-        """Run a block on all ranks: an error on one is raised on all, with the first cause.
+        """Run a block on all ranks. An error on one rank is raised on all, with the first cause.
 
         After an error in an `attempt`, all ranks may continue. After any other error the failing rank stops: it writes
         the cause to the store and closes its connections, so that no rank waits for it in a collective. `after_a_stop`
@@ -257,7 +257,7 @@ class Ranks:
     def tell(self, what: str, value: T, members: Sequence[int], place: str) -> dict[int, T]:
         """Exchange plain data with some ranks, which all call it. Returns values by global rank.
 
-        `place` is an identifier, the same on these ranks, and unique until ranks reconnect.
+        `place` is an identifier: the same on these ranks, and unique until ranks reconnect.
         """
         assert self._root is not None, "a rank that is alone has no other rank to reach"
         numbers = tuple(self.numbers[rank] for rank in members)

@@ -284,7 +284,7 @@ class BackwardPasses(ABC):
         if follower is None:
             return {}
         under = follower.lasting
-        plan = under.decision.plan  # during a race, the plan before it
+        plan = under.decision.plan  # during a race, the plan from before
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 
     def load_state_dict(self, given: Given) -> None:

@@ -71,7 +71,7 @@ class CompiledModel:
     frozen: frozenset[str]
     """Parameters that required no gradient at compilation."""
     averaging: Averaging
-    """Shared by all CompiledModels of one model."""
+    """State of `no_sync`, shared by all CompiledModels of one model."""
     runtime: Runtime = field(init=False)
     executor: Executor = field(init=False)
     source: str = ""
@@ -210,7 +210,7 @@ class CompiledModel:
             parameter = reference()
             if parameter is None or parameter.grad is None:
                 continue
-            if not compat.will_accumulate(parameter):  # this pass writes no .grad; a later one averages it
+            if not compat.will_accumulate(parameter):  # this pass does not write .grad; a later pass averages it
                 self._is_owed = True
                 continue
             gradient = parameter.grad.detach().reshape(-1)

@@ -74,5 +74,6 @@ def _check_plan(given: GivenPlan | None, modules: Sequence[ScatteredModule]) -> 
 class ShardScatter(PlannedAverage):
     """Result of `compress_reduce_scatter`: a plan with one bucket per module, and its state.
 
-    Loading a state restores its plan, unless the options name one. Loaded residuals of dense modules are sent at once.
+    Loading a state restores its plan, unless the options name a plan. The next pass sends loaded residuals of dense
+    modules.
     """

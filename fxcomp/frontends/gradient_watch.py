@@ -26,7 +26,7 @@ from fxcomp.runtime.members import Members
 
 
 class GradientWatch:
-    """Watch on the parameters of one model."""
+    """Watch of one model's parameters."""
 
     def __init__(self, process_group: Any, tell: Callable[[FxcompError], None], is_of_graph: bool = False) -> None:
         self.process_group, self.tell = process_group, tell

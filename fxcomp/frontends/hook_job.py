@@ -36,7 +36,7 @@ from fxcomp.step.unused import ZeroGradients
 Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
-"""Passes until DDP's buckets are final: it rebuilds them after pass 1, or 2 with static_graph (measured, torch 2.13)."""
+"""Passes until DDP's buckets are final. DDP rebuilds them after pass 1 (2 with static_graph; measured, torch 2.13)."""
 
 
 def delivered(buffer: Tensor) -> Future:

@@ -5,8 +5,8 @@
     fitted         2.bias 2.weight 0.bias 0.weight: dense
 
 Gradients take the order of the buffer. A vector joins an adjacent matrix with the same strategy, which may save a
-message. A bucket that spans two buffers is split if each part has LEAST_BYTES. Values do not change, because compressors
-work per parameter.
+message. A bucket that spans two buffers is split if each part has LEAST_BYTES. Values do not change, because
+compressors work per parameter.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def fit(plan: Plan, layout: Layout) -> Plan:
 
 
 def _split(bucket: Bucket, parts: Sequence[_PlanPart]) -> list[list[_PlanPart]]:
-    """Split a bucket at buffer boundaries if each part has LEAST_BYTES."""
     found = [list(group) for _, group in groupby(parts, lambda part: part.ddp_bucket)]
     least = min(sum(part.size for part in group) for group in found) * bucket.element_type.itemsize
     return found if least >= LEAST_BYTES else [list(parts)]

@@ -6,8 +6,8 @@
     ...                                            lines of the plan, as in a compiled step
     output(None, (%mean_0, %mean_1))               mean of each bucket of the plan
 
-A plan's bucket may span several DDP buckets, or be a part of a DDP bucket. The emitted step is a generator, which yields
-wherever it needs the next DDP bucket.
+A plan's bucket may span several DDP buckets, or be a part of a DDP bucket. The emitted step is a generator, which
+yields wherever it needs the next DDP bucket.
 """
 
 from __future__ import annotations

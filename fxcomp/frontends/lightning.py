@@ -129,7 +129,10 @@ class FxcompStrategy(_DDPStrategy):
             before.close()
 
     def _saved_for_here(self, checkpoint: str, step: int | None) -> list[dict[str, Tensor]] | None:
-        """Read every `world_size`-th saved file, so that any number of ranks can resume. Skip files of another step."""
+        """Read every `world_size`-th saved file from this rank's on, so that any number of ranks can resume.
+
+        Skip files of another step.
+        """
         files = _Files(checkpoint, follow=True)
         ranks = sorted(files.of_ranks())
         if not ranks and self.is_global_zero:

@@ -26,7 +26,7 @@ from fxcomp.frontends.sharded_modules import called
 from fxcomp.runtime.packing import not_finite_too
 
 REDUCED_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes in which fully_shard divides gradients by the ranks before its hook; in others, partly after it (torch 2.13)."""
+"""Dtypes in which fully_shard divides gradients before its hook. Others are divided partly after it (torch 2.13)."""
 
 
 @dataclass(slots=True)

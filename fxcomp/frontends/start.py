@@ -63,7 +63,7 @@ class Start:
     options: StepOptions
     trained: Trained
     loads: bool = False
-    """True if any rank has loaded a state. Then a plan is followed from the first pass, for its residuals."""
+    """True if any rank has loaded a state. Then a plan is followed from the first pass, because residuals need one."""
 
     @classmethod
     def of(cls, what: str, ranks: Ranks, options: StepOptions, model: ModelHere, given: Given = None) -> Start:
@@ -123,9 +123,9 @@ class Start:
 def following(
     options: StepOptions, given: Given, ranks: Ranks, fits: Callable[[Plan], bool] = ends_whole
 ) -> tuple[StepOptions, bool]:
-    """Apply the plan of a loaded state, unless options name another. Return the options, and True if any rank has a state.
+    """Apply the plan of a loaded state, unless options name another plan. Every rank calls it.
 
-    Every rank calls it.
+    Return the options, and True if any rank has a state.
     """
     loads = any(ranks.gather("who has a loaded state", bool(states_given(given))))
     plans = ranks.gather("the plans of loaded states", plan_of(given))

@@ -69,8 +69,8 @@ def compile_model(
     `process_group`, `ignore` and `inductor`. `fullgraph` and `dynamic` are passed to torch.compile.
 
     If torch runs the model eagerly, a gradient raises CaptureFailed (or the backend's error that torch suppressed)
-    before it is added to `.grad`, and PeerFailed on the waiting ranks. Deep copies of the model are not watched,
-    nor are parameters that are replaced later: compile again. Raises BadOption and Unsupported.
+    before it is added to `.grad`, and PeerFailed on the waiting ranks. Deep copies of the model are not watched, nor
+    are parameters that are replaced later: compile again. Raises BadOption and Unsupported.
     """
     module: Any = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
@@ -249,7 +249,7 @@ def _compile_backward(
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks, watch, known)
         emitted = compiled.emit(labelled, inductor)
-    _models.insert(0, compiled)  # it has not run yet
+    _models.insert(0, compiled)  # first, because it has not run yet
     return compiled, emitted
 
 

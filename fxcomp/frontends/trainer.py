@@ -97,7 +97,7 @@ class FxcompCallback(transformers.TrainerCallback):
         self._model = weakref.ref(model)
 
     def _begins_at(self, args: Any, state: Any) -> Path | None:
-        """Return the checkpoint folder that training resumes from: the given folder, else that of the last step."""
+        """Return the checkpoint folder that training resumes from: the given folder, else the last step's folder."""
         given = cast("Any", get_last_checkpoint(args.output_dir)) if self._goes_on is True else self._goes_on
         if given:
             return Path(given)
@@ -152,7 +152,7 @@ def _warn(text: str) -> None:
 
 
 def _saved_for_here(folder: Path) -> list[Any] | None:
-    """Read every `world_size`-th file, so that any number of ranks can resume."""
+    """Read every `world_size`-th file from this rank's on: any number of ranks can resume."""
     files = _files(folder)
     if not files and dist.get_rank() == 0:
         _warn(f"{str(folder)!r} has no state of a hook:")

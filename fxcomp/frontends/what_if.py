@@ -113,9 +113,9 @@ def what_if(
 ) -> Explanation:
     """Predict the step of a job, with progress messages to `tell`.
 
-    If a device is named or the costs come from another machine, compute time
-    follows from operation counts and a roofline. The job is unchanged, except for fresh optimizer state. Raises
-    BadOption, and the errors of compile_step if the optimizer's momenta cannot be exchanged.
+    If a device is named or the costs come from another machine, compute time follows from operation counts and a
+    roofline. The job is unchanged, except for fresh optimizer state. Raises BadOption, and the errors of compile_step
+    if the optimizer's momenta cannot be exchanged.
     """
     question.check()
     with imagining(question.device):

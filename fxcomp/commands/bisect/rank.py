@@ -55,7 +55,7 @@ _END = 4
 
 @dataclass(frozen=True, slots=True)
 class Trainings:
-    """Settings of a search's trainings."""
+    """Settings of all trainings of a search."""
 
     job: str
     plan: Plan

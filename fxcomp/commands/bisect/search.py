@@ -4,8 +4,8 @@
     one half compressed, the other half dense    the cost of a half; a half with a cost is split again
     neither half has a cost by itself            both are reported together
 
-Trainings are compared seed by seed, on the same batches. The noise is the confidence limit of the mean over seeds. Its
-standard deviation is at least the median of other comparisons.
+Trainings are compared seed by seed, on the same batches. The noise is the half-width of the 95 % confidence interval of
+the mean over seeds. The standard deviation is at least the median of other comparisons.
 
 A diverging seed has no cost and is counted separately. Tensors are guilty of divergence only if all seeds diverge,
 because one seed may diverge by chance.
@@ -32,12 +32,12 @@ _STUDENT = (math.inf, 12.7, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Cost of compressing some tensors, relative to each seed's dense loss, and its noise."""
+    """Increase of the loss by compressing some tensors, relative to each seed's dense loss, and its noise."""
 
     cost: float
     """Mean over converging seeds; infinite if there are none."""
     noise: float
-    """Confidence limit of `cost`; infinite for one seed."""
+    """Half-width of the confidence interval of `cost`; infinite for one converging seed."""
     diverging: int = 0
     """Number of diverging seeds."""
 

@@ -111,7 +111,7 @@ def main(steps: int, budget_s: float) -> None:
 
 
 def _take(each: Contestant, job: Job, step: Step, losses: list[torch.Tensor], steps: range) -> None:
-    """Run a block of steps on every rank, and count the bytes of measured ones."""
+    """Run a block of steps, and count the bytes of a measured block."""
     dist.barrier()
     before = sent_by_this_host(_interface())
     for number in steps:

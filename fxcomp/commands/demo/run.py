@@ -196,7 +196,7 @@ _BAR = 36  # characters, for the longest step
 _LEAST_BAR = 8
 _FEW_STEPS = 8  # minimum for a comparison
 _GAP = "  "
-_LEAST_COST = 0.03  # of DDP's step; below it, there is nothing to recover
+_LEAST_COST = 0.03  # minimum network cost to report on, as a fraction of DDP's step
 
 
 def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:

@@ -7,9 +7,8 @@
                                       switch (a bridge in its own namespace)
     host 1 [eth0 10.77.0.2] ── tbf ──┘
 
-Only sending is shaped. Needs Linux, `ip`, `tc`, `taskset`,
-`unshare` and `nsenter`, and root or permission for user namespaces. A sleeping process holds each namespace, and exits
-when the pipe from this process closes.
+Only sending is shaped. Needs Linux, `ip`, `tc`, `taskset`, `unshare` and `nsenter`, and root or permission for user
+namespaces. A sleeping process holds each namespace, and exits when the pipe from this process closes.
 """
 
 from __future__ import annotations
