@@ -40,7 +40,7 @@ class ShapedHosts:
         self.count = count
         self._shaping = _shaping_commands(rate)
         self._user: Sequence[str] = ()
-        self._holders: list[subprocess.Popen[str]] = []  # namespaces: the switch, then each host
+        self._holders: list[subprocess.Popen[str]] = []  # one per namespace: the switch, then each host
 
     def __enter__(self) -> ShapedHosts:
         try:
