@@ -4,9 +4,9 @@
     fc.weight           2 MB           1 atom
 
 A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
-not overlap. If all stages take S, the longest stage M and a message o, C chunks take S/C + (C-1)/C · M + C · o. Four
-chunks save three quarters of the possible time; more slow the search down. The search joins atoms if messages are
-expensive.
+not overlap. If all stages take time S, the longest stage M and a message's latency o, C chunks take
+S/C + (C-1)/C · M + C · o. Four chunks save three quarters of the possible time; more would slow the search down. The
+search joins atoms if messages are expensive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGE_SHARE = 0.25
 """Fraction of all bytes below which a gradient is not cut."""
 
 CHUNK = 4 << 20
-"""Bytes of a chunk, unless more than MOST chunks result."""
+"""Bytes of a chunk; larger if more than MOST chunks would result."""
 
 MOST = 4
 
@@ -56,7 +56,7 @@ class Atom:
 
     @property
     def is_last(self) -> bool:
-        """True if the atom ends its gradient, and so includes the update."""
+        """True for a gradient's last atom, which includes the update."""
         return self.extent.stop == self.gradient.elements
 
 

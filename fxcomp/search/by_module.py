@@ -5,7 +5,7 @@ the collective and decompressing. On a GPU the modules share one wire with the a
 
     end_k = max(ready_k, end_{k-1}) + own_k          updates follow the last end
 
-With gloo a rank waits for each module, so its time adds to compute. All strategies end with shards.
+With gloo a rank waits for each module's collective, so own_k adds to compute. All strategies end with shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROUNDS = 3
 
 
 def can_scatter(compressor: Compressor) -> bool:
-    """Return whether a compressor works on any part of a gradient: no agreement, state or whole matrix."""
+    """Return whether a compressor works on any part of a gradient, without agreement, state or whole matrices."""
     facts = compressor.facts
     return facts.agreement is None and not compressor.has_state and not facts.needs_whole_parameters
 

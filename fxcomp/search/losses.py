@@ -48,7 +48,7 @@ class Losses:
         return found
 
     def of(self, strategy: Strategy, numbers: Sequence[int] | None = None) -> float:
-        """Return the error of gradients, in elements; of all by default."""
+        """Return the error of gradients (default: all), in elements."""
         lost = self.weights * self.errors(strategy)
         return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
 
