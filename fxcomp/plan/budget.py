@@ -3,10 +3,10 @@
     0.05                    relative squared error of the whole gradient
     like("topk(0.01)")      error of this compressor on all gradients
     like("int4 > int4")     error of two shots
-    "balanced"              error of the mode's uniform reference
+    "balanced"              error of a reference strategy on all gradients
 
-Under a uniform setting vectors (biases, norms) stay dense unless balanced mode would compress them. A mode's reference
-compresses all gradients. Without measured errors a mode's limit is a constant (`modes.py`).
+Under `like` vectors (biases, norms) stay dense unless balanced mode would compress them. Without measured errors a
+mode's limit is a constant (`modes.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Strategy
 
 POLLUTING_ERROR = 0.5
-"""Error above which error feedback sends a value rarely, and large (bursty), as in top-k. Sign (0.36) and low rank are
-below.
+"""Error above which error feedback sends an element rarely and then a large value (bursty), as in top-k. Sign (0.36)
+and low rank are below.
 """
 
 
@@ -106,7 +106,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether error feedback with this strategy sends a value rarely, and large."""
+    """Return whether error feedback sends an element rarely and then a large value."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False
@@ -125,7 +125,7 @@ _REFERENCES = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """Error limit of a plan; see `like`."""
+    """Error limit of a plan."""
 
     text: str
     """Number, mode's name, or uniform setting."""
@@ -172,7 +172,7 @@ class ErrorBudget:
 
 
 def like(setting: str) -> ErrorBudget:
-    """Return the error budget equal to a uniform `setting`: "topk(0.01)", "int4 > int4". Raise BadOption."""
+    """Return the error of a uniform `setting` as budget: "topk(0.01)", "int4 > int4". Raise BadOption."""
     if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(
             f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"

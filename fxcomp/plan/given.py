@@ -40,7 +40,7 @@ def is_named(plan: Plan, text: str) -> bool:
 
 
 def check_is_plan(plan: object) -> None:
-    """Raise BadPlan or BadStrategy unless the value denotes a plan; opens no file."""
+    """Raise BadPlan or BadStrategy unless the value denotes a plan, without opening a file."""
     if isinstance(plan, str) and not is_path(plan):
         check_names_compressor(plan)
     elif not isinstance(plan, Plan | str | Path | None):

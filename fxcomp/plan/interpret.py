@@ -31,7 +31,7 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 class Device(Enum):
-    """Device of a compressor. Without a GPU, `gpu` is the main thread and `cpu` the pool, printed as `main` and `pool`."""
+    """Device of a compressor. Without a GPU, `gpu` is the main thread and `cpu` the pool, printed `main` and `pool`."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -57,7 +57,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Step that computes a proposal. Its all_reduce gives the agreement, with which all ranks compress."""
+    """Step that computes a proposal. An all_reduce of proposals gives the agreement, with which all ranks compress."""
 
     compressor: Compressor
     device: Device = Device.GPU
@@ -141,7 +141,7 @@ class Standing:
 
     @property
     def is_mean(self) -> bool:
-        """True if each rank holds the dense mean, a legal end."""
+        """True if each rank holds the dense mean."""
         return self.is_complete and not self.splits and self.compressor is None
 
     @property

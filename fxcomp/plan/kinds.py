@@ -97,7 +97,7 @@ class CollectiveKind(Enum):
 
     @property
     def gathers(self) -> bool:
-        """True if the result is larger than the input by the number of ranks."""
+        """True if the result holds the inputs of all ranks."""
         return self in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
 
     @property
@@ -148,4 +148,4 @@ does not follow from all_gather's.
 
 
 ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with their own peak throughput, stored as `bf16 attention`, with the element type."""
+"""Kernels with their own peak throughput, named with the element type: `bf16 attention`."""

@@ -3,6 +3,8 @@
     Encode   compress the bucket's pieces; `segments` holds the sizes of parameters' parts in each piece
     Send     run one collective
     Decode   average the payloads of each piece
+
+`route.py` makes the legs.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, 
 
 def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> int:
     whole = edges[-1]
-    ideal = index * whole  # the ideal border, times parts
+    ideal = index * whole  # ideal border times parts
     if ideal == parts * whole:
         return whole
     segment = bisect_right(edges, ideal // parts) - 1  # last segment that starts here or before; not empty
@@ -148,7 +150,7 @@ class Send:
         return self.cut if isinstance(self.cut, tuple) else ()
 
     def works_on(self, held: int) -> int:
-        """Return the bytes that determine the price: `held`, or the largest part if it joins unequal parts."""
+        """Return the bytes that determine the price: `held`, or the largest of unequal joined parts."""
         return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
 
     @property

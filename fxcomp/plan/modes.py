@@ -1,4 +1,4 @@
-"""Modes: a bucket's strategies, and the plan's error limit."""
+"""Modes: candidate strategies for a bucket, and a plan's error limit."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def strategies_within(
 ) -> tuple[Strategy, ...]:
     """Return a bucket's strategies under an error limit.
 
-    Vectors get only balanced mode's candidates up to its limit, above it all candidates.
+    If `limit` is at most balanced mode's, vectors get only that mode's candidates.
     """
     is_gentle = limit <= error_limit(Mode.BALANCED)
     entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []

@@ -93,7 +93,7 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
-    """Return the schedule for buckets with `depth` stages; see `Plan.schedule`."""
+    """Return the schedule for buckets with `depth[k]` stages; see `Plan.schedule`."""
     last, deepest = len(depth) - 1, max(depth, default=0)
     return tuple(
         Launch(region=min(turn, last), bucket=turn - stage, stage=stage)

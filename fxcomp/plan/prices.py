@@ -20,7 +20,7 @@ class CollectivePrice:
     load: float = 0.0
     """Processors used."""
     overlap_speed: float = 1.0
-    """Speed while compute leaves no processor free, relative to 1 alone."""
+    """Speed while compute leaves no processor free; 1 is the speed alone."""
 
 
 class Prices(Protocol):
@@ -49,7 +49,7 @@ class Measure(Enum):
 
 
 class Size(int):
-    """Bytes of a bucket's values or of a compressor's output, for a whole bucket or (not `is_whole`) a part."""
+    """Bytes of a bucket's values or of a compressor's output, for a whole bucket (`is_whole`) or a part."""
 
     measure: Measure
     compressor: Compressor | None

@@ -189,7 +189,7 @@ class Strategy:
     ) -> Strategy:
         """Return a strategy that reduces shards, compressed by `first`, then gathers them, compressed by `second`.
 
-        With levels, both shots are between hosts: sums inside a host are dense, and it forwards the second payloads.
+        With levels, shots are between hosts, sums inside a host are dense, and hosts forward the second payloads.
         """
         deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, by.outermost)
         share = [Collective(CollectiveKind.ALL_GATHER, by.outermost), *by.joins]

@@ -73,8 +73,8 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
 def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
     """Join a bucket's atoms into gradients and parts of gradients, each with its range of elements.
 
-    The last part includes the update and the copy that joins all parts. Sizes that are no multiple of 16 bytes come
-    last, to keep the others aligned.
+    The last part includes the update and the copy that joins all parts. Gradients whose bytes are no multiple of
+    16 come last, to keep the others aligned.
     """
     found: list[tuple[Gradient, range]] = []
     for _, group in groupby(atoms, attrgetter("number")):

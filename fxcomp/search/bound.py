@@ -1,4 +1,4 @@
-"""Prove a lower bound on the step of every plan of a workload.
+"""Prove a lower bound on the step time of every plan of a workload.
 
 A bucket with strategy o and n elements occupies stream s for at least a(o,s) + n r(o,s) (see `least_work`). For any
 buckets, and any sharing of processors, which only slows work down:
@@ -12,8 +12,8 @@ buckets, and any sharing of processors, which only slows work down:
 The step is at least any weighted mean of these sums, with weights λ(s) that add up to 1. In this mean an element with
 strategy o costs Σ λ(s) r(o,s). The squared error must stay below a budget E, so for any price μ >= 0 of error, the mean
 is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and likewise for the limit of bursty elements
-(`is_bursty`). All λ, μ and k give a bound; a numerical search maximizes it. The step is also at least the time until any single gradient has
-been updated.
+(`is_bursty`). All λ, μ and k give a bound; a numerical search maximizes it. The step is also at least the time until
+any single gradient has been updated.
 
 The bound holds for every plan that `choose` may return: buckets of gradients, or of parts of large gradients, with the
 mode's strategies.
@@ -264,7 +264,7 @@ class _BoundSums:
 
 
 def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
-    """Bound the time of `counts` elements of each kind over all sets of strategies.
+    """Return a lower bound on the time of `counts` elements of each kind, for any set of strategies.
 
     Each strategy of a set adds its fixed time at least once; three or more strategies add at least the three lowest.
     """

@@ -128,7 +128,7 @@ class _Pricing:
         self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
 
     def own_us(self, number: int, strategy: Strategy) -> float:
-        """Return the total time of a module's tasks, and of the gather of its parameters if that shares the wire."""
+        """Return the time of a module's tasks, plus the gather of its parameters if that shares the wire, in µs."""
         us = sum(task.duration_us for task in self._tasks(number, strategy))
         if self._overlaps:
             gather = f"{CollectiveKind.ALL_GATHER.value} "
@@ -238,7 +238,7 @@ class _Search:
         return best
 
     def _gentler(self, best: list[Strategy]) -> list[Strategy]:
-        """Minimise each module's error without lengthening the step."""
+        """Minimize each module's error without lengthening the step."""
         best_us = self._step_us(best)
         for k in sorted(range(len(best)), key=lambda k: self._own_us[k][SCATTERED]):
             for strategy in sorted(self._offered[k], key=lambda strategy: self._lost(k, strategy)):

@@ -69,7 +69,7 @@ class Choice:
     error: float
     """Expected relative error of a predicted step time."""
     alternatives: tuple[tuple[Alternative, ...], ...]
-    """The fastest other strategies of each bucket."""
+    """Fastest other strategies of each bucket."""
     runners: tuple[Runner, ...] = ()
     """Plans to time in training steps (a race), the shortest prediction first."""
     pins: Pins = NO_PINS
@@ -142,7 +142,7 @@ class Choice:
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode) -> Choice:
     """Choose a plan. A mode stands for `Terms(mode)`.
 
-    Every compared plan has the pinned strategies; the "dense" plan compresses nothing else.
+    The "dense" plan compresses only pinned gradients.
     """
     terms = terms if isinstance(terms, Terms) else Terms(terms)
     prices = StepPrices(workload, costs, cluster)

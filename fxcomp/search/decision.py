@@ -16,7 +16,7 @@ from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
 JUDGED_STEPS = 1000
-"""Number of steps with which the cost of a race is compared."""
+"""The cost of a race is compared with the time of this number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Raced:
     winner: int
     first_step: int
     last_step: int
-    """Steps done at the end of the race."""
+    """Number of steps done when the race ended."""
     cost_ms: float
     """Time of the race minus the time of the same number of steps under the winner, in ms."""
 
@@ -136,7 +136,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlanMove:
-    """An adaptation of the plan, or the decision against it: plain data, equal on all ranks."""
+    """An adaptation of the plan, or the decision against it."""
 
     step: int
     why: str

@@ -1,7 +1,7 @@
 """Predict the time of whole jobs, to compare exchanging gradients and momenta.
 
 gradients   one plan                    steps · step time
-momenta     warm-up, then the plan      warm-up steps · step time + other steps · step time
+momenta     warm-up, then the plan      warm-up steps · their time + other steps · their time
 """
 
 from __future__ import annotations

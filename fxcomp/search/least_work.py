@@ -1,9 +1,9 @@
 """Bound the work of a bucket from below by a linear function: a fixed time plus a time per element.
 
 Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. The bound a + r x,
-with a >= 0, equals the price at the largest size. A bound below the price at every break is below it everywhere.
-Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one
-grain (a compressor's block) smaller than an equal part, so the time of a grain is subtracted from a.
+with a >= 0, equals the price at the largest size. A bound below the price at every break of slope is below it
+everywhere. Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard
+may be one grain (a compressor's block) smaller than an equal part, so the time of a grain is subtracted from a.
 
 The bound omits host copies, casts, transposes and commits.
 """

@@ -53,7 +53,7 @@ class Losses:
         return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
 
     def sums(self, atoms: Sequence[Atom], borders: Sequence[int], strategies: Sequence[Strategy]) -> Numbers:
-        """Return prefix sums of each strategy's error at the borders, shape [borders, strategies]."""
+        """Return each strategy's error on the atoms before each border, shape [borders, strategies]."""
         numbers = [atom.number for atom in atoms]
         shares = np.array([atom.elements / max(1, atom.gradient.elements) for atom in atoms])
         weights = self.weights[numbers] * shares if atoms else np.zeros(0)

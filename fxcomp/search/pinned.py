@@ -24,7 +24,7 @@ class PinnedStrand:
     """Gradients that share buckets only with each other, and the strategies of these buckets."""
 
     text: str
-    """The compressor or strategy in the rules."""
+    """Compressor or strategy in the rules."""
     strategies: tuple[Strategy, ...]
     names: Collection[str]
     elements: int

@@ -64,7 +64,7 @@ class StepPrices:
         return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
 
     def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Return a price in µs by size; for collectives on shared processors also processor time and time in compute."""
+        """Return a price in µs by size; for collectives on processors also processor time and time during compute."""
         known = self._curves.get(question)
         if known is None or known[0].sizes[-1] < largest:
             prices: list[Callable[[float], float]] = [partial(self._us, question)]

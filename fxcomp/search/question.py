@@ -95,7 +95,7 @@ Choices = Mapping[Content, tuple[Strategy, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The set of plans to search."""
+    """Set of plans to search."""
 
     choices: Choices
     bounds: Bounds = NO_BOUNDS

@@ -131,7 +131,7 @@ def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) ->
 
 
 _BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
-"""Roles of nodes whose time counts as compute, also exchanges, for which compute waits."""
+"""Roles of nodes whose time counts as compute, including exchanges, which interrupt it."""
 
 
 def _by_parameter(gm: GraphModule, roles: Collection[Role]) -> dict[str | None, float]:

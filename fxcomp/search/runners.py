@@ -33,7 +33,7 @@ OTHERS = 2
 """Maximum number of runners besides dense, bf16 and predicted best."""
 
 DIFFERENT = 0.25
-"""Minimum fraction of elements whose compressors or levels differ from each other runner's."""
+"""Minimum fraction of elements with other compressors or levels than in any other runner."""
 
 NEARLY_ALL = 0.02
 """Value of DIFFERENT for the bf16 plan."""

@@ -19,7 +19,7 @@ SAME = 1e-9
 
 
 class Part(NamedTuple):
-    """A bucket in the search: cells [start, stop) of a strand, and the index of its option."""
+    """A bucket in the search: cells [start, stop) of a strand, and the index of its option (strategy)."""
 
     strand: int
     start: int

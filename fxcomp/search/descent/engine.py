@@ -25,11 +25,11 @@ class Engine(Protocol):
         ...
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        """Price a plan once per entry of `options`, which has one option per strand."""
+        """Price a plan with each entry of `options`: one option per strand."""
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Price a plan with each option in one bucket at a time."""
+        """For each bucket, price the plan with each option in that bucket."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:

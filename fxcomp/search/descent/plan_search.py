@@ -114,7 +114,7 @@ class PlanSearch:
     def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
         """Yield improved plans, bisecting the price of error that makes a plan just use up the limit.
 
-        Each round yields two plans. The second is improved without a price.
+        Each round yields two plans, the second improved without a price.
         """
         lossable, found = self.question.bounds.lost, begun
         saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
@@ -162,7 +162,7 @@ class PlanSearch:
         """List the starts whose steps may be shorter than `us`.
 
         Prices include an average rounding of shards. If rounding matters, as in small buckets, starts are listed by
-        prices without it.
+        prices without rounding.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)

@@ -90,7 +90,7 @@ class Problem:
     template_tasks: array[int]
     template_stages: array[int]
     stage_tasks: array[int]
-    """Number of tasks per stage; the final tasks come last."""
+    """Number of tasks per stage; a template's final tasks follow its stages."""
     template_arrival: array[int]
     task_stream: array[int]
     task_load: array[float]
@@ -132,7 +132,7 @@ class Problem:
 
     @cached_property
     def unrounded(self) -> Problem:
-        """This problem without the extra sizes that come from rounding shards up."""
+        """Problem without the extra sizes from rounding shards up."""
         return replace(self, term_more=_floats([0.0] * len(self.term_more)))
 
     @cached_property

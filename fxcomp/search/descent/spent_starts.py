@@ -109,9 +109,9 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
 
         end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
-    end(j, e) is the time at which one queue ends the buckets of cells before j, with error e. The first start omits
-    the compute stream's time. A descent keeps the limit at each change, so it cannot compress several layers less and
-    one slow layer more.
+    end(j, e) is the time at which one queue finishes the buckets of cells before j, with total error e. The first start
+    omits the compute stream's time. A descent keeps the limit at each change, so it cannot compress several layers less
+    and one slow layer more.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]

@@ -105,7 +105,7 @@ class TaskTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Tasks of a strategy's buckets."""
+    """Tasks of a strategy's buckets, of any size."""
 
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
@@ -129,7 +129,7 @@ class Setting:
     commits: bool
     saves_residuals: bool
     copies: bool
-    """True if host and device copy values."""
+    """True if values are copied between host and device."""
     element_type: ElementType = ElementType.F32
 
     @classmethod
@@ -140,7 +140,6 @@ class Setting:
 
 @lru_cache(maxsize=4096)
 def template_of(strategy: Strategy, setting: Setting) -> Template:
-    """Return a strategy's tasks for buckets of any size."""
     smooth = _TemplateReader(_recorded(strategy, setting, _PROBE), setting.cluster.world_size)
     if not any(step.kind.splits for step in strategy.collectives):
         return smooth.template({})
