@@ -27,7 +27,7 @@ with gc_paused():
     from fxcomp.step.compiled_step import CompiledStep
 
 __version__ = "0.1.0"
-"""The version that runs, as `fxcomp --version` prints it."""
+"""Version of the package."""
 
 __all__ = [
     "Checks",

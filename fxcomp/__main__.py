@@ -1,4 +1,4 @@
-"""The command line. Each command is a file in `commands/`."""
+"""Command line of fxcomp. Each command is a module or package in `commands/`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ COMMANDS: tuple[ModuleType, ...] = (explain, dump, diff, bisect, plot, calibrate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status: 0, 1 for different plans, 2 for a user's mistake, 130 if interrupted."""
+    """Run a command, and return the exit status.
+
+    0 for success, 1 for different plans, 2 for an FxcompError, 130 if interrupted, 141 if the output pipe is closed.
+    """
     try:
         with _short_warnings():
             status = _run(list(sys.argv[1:] if argv is None else argv))
@@ -71,7 +74,6 @@ def _run(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _short_warnings() -> Generator[None]:
-    """Print warnings in one line, without file and line number."""
 
     def show(message: Warning | str, *_: object) -> None:
         print(f"fxcomp: {str(message).removeprefix('fxcomp: ')}", file=sys.stderr)

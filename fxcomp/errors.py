@@ -16,7 +16,7 @@ class BadOption(FxcompError, ValueError):
 
 
 class BadStrategy(FxcompError):
-    """Strategy text that does not parse, or with steps in an impossible order."""
+    """Strategy text that does not parse, or whose steps are in an impossible order."""
 
 
 class BadPlan(FxcompError):
@@ -46,7 +46,7 @@ class Unsupported(FxcompError):
 
 
 class CaptureFailed(FxcompError):
-    """The training step cannot be captured as one graph equal to eager PyTorch."""
+    """The training step cannot be captured as one graph equivalent to eager PyTorch."""
 
 
 class StepChanged(FxcompError):
@@ -60,7 +60,7 @@ class ReplicasDiffer(FxcompError):
     """Ranks differ in the model, an option, a parameter, or a count of batches."""
 
     is_everywhere = True
-    """All ranks raise it at the same line."""
+    """True if all ranks raise this error."""
 
 
 class PeerFailed(FxcompError):

@@ -7,19 +7,22 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 MANY = 100_000
-"""Fewest new objects to freeze: collecting fewer takes milliseconds, counting frozen objects up to 100 ms."""
+"""Minimum number of new objects to freeze. Collecting fewer takes milliseconds; counting frozen ones up to 100 ms."""
 
 
 @contextmanager
 def gc_paused() -> Generator[None]:
-    """Disable garbage collection, a sixth of the time to import torch and of `fxcomp explain` (measured, 2026-11)."""
+    """Disable garbage collection in a block.
+
+    Collection takes a sixth of the time of `import torch` and of `fxcomp explain` (measured, 2026-11).
+    """
     collected = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collected:
-            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # or unfreeze would release the caller's
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():  # else unfreeze would release the caller's
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation, which is collected rarely
             gc.enable()

@@ -45,7 +45,7 @@ class Checks:
     """Checks of a running step.
 
     `verify`: steps compared with eager PyTorch in loss, gradients and update: `sampled` (2, 5, 10, 20, 50 and so on,
-    every 500th, and one after a new kind of batch), every N-th, or `never`.
+    every 500th, and after a new kind of batch), N for every N-th, or `never`.
 
     `race`: `auto` (the best plans run alternately in the first 60 steps, and the fastest is kept) or `off` (the
     predicted plan).
@@ -71,7 +71,7 @@ class Checks:
 CHECKED = Checks()
 
 UNCHECKED = Checks(verify="never", race="off", replan="off")
-"""For frontends without access to whole steps."""
+"""No checks, for frontends without access to whole steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class StepOptions:
         scaler: torch.amp.GradScaler | None = None,
         process_group: Any = None,
     ) -> StepOptions:
-        """Return the options of a frontend that leaves the optimizer to the user; `whose` is the frontend's name."""
+        """Return the options of a frontend that leaves the optimizer to the user; `whose` completes its errors."""
         given = Compress.of(compress)
         given.check_is_of_gradients(whose)
         return cls(
@@ -171,7 +171,7 @@ class StepOptions:
 
     @property
     def against_moves(self) -> dict[str, str]:
-        """Given options that exclude an exchange of momenta, with reasons."""
+        """Reasons, by name, of given options that exclude an exchange of momenta."""
         feedback = self.compress.feedback
         options = {
             "max_grad_norm=": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),
@@ -184,7 +184,7 @@ class StepOptions:
 
     @property
     def why_not_replan(self) -> str:
-        """Reason why links cannot be measured for a new plan; empty if possible."""
+        """Reason why links cannot be measured for a new plan; empty if they can."""
         if self.cluster is not None and not self.why_plan_stays:
             return (
                 "the cluster was given, and the links of a given cluster are not measured.\n"
@@ -194,7 +194,7 @@ class StepOptions:
 
     @property
     def why_plan_stays(self) -> str:
-        """Reason why the plan cannot change; empty if possible."""
+        """Reason why the plan cannot change; empty if it can."""
         if self.compress.plan is not None:
             return (
                 "the plan was given, and fxcomp changes only its own choices.\n"
@@ -214,12 +214,12 @@ class StepOptions:
 
     @property
     def is_watched(self) -> bool:
-        """True if step times are monitored: not for a given plan, nor if every step is verified."""
+        """True if step times are monitored. False for a given plan, or if every step is verified."""
         return self.checks.replan != "off" and self.compress.plan is None and not self.checks.verified.is_all
 
     @property
     def races(self) -> bool:
-        """True if plans race: not for a given plan, nor if every step is verified."""
+        """True if plans race. False for a given plan, or if every step is verified."""
         checks = self.checks
         return checks.race == "auto" and self.compress.plan is None and not checks.verified.is_all
 

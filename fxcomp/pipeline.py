@@ -2,8 +2,8 @@
 
     graph ─► label ─► bucket ─► lower strategies ─► thread state ─► annotate ─► order ─► emit ─► Program
 
-`Compiler.passes` lists all passes. Between two steps, a running job executes one inner tuple (a turn) of `emit` or
-`retune`.
+`Compiler.passes` lists all passes, grouped in tuples (turns). A running job that emits or retunes a program executes
+one turn between two steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Compiler:
     feedback: ErrorFeedback = CLASSIC
     skip_nonfinite: bool = False
     micro_batches: int = 1
-    """Micro-batches whose gradients are summed before sending."""
+    """Number of micro-batches whose gradients are summed before sending."""
 
     def labelling(self) -> Passes:
         """Return the passes that need no plan: they label reductions and roles."""
@@ -121,7 +121,7 @@ class Compiler:
         return partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
 
     def retuning(self, plan: Plan, costs: CostTable) -> Passes:
-        """Return the passes to another plan with the same emitted lines."""
+        """Return the passes that change a program to another plan with the same emitted lines."""
         return (
             (partial(retune_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
             self._pricing(costs),
@@ -130,7 +130,7 @@ class Compiler:
     @gc_paused()
     @compat.outside_function_modes()
     def analyze(self, graph: GraphModule, costs: CostTable, moved: Collection[str] = ()) -> Workload:
-        """Return a captured step's workload, with the costs of exchanging the momenta of `moved`.
+        """Return a captured step's workload, with the costs of exchanging the momenta of the parameters `moved`.
 
         Raises Unsupported if a parameter's momentum cannot be exchanged.
         """
@@ -229,7 +229,7 @@ def _after_each(graph: GraphModule, passes: Passes) -> Mapping[str, GraphModule]
 
 
 AHEAD = "backward of the other micro-batches"
-"""Name of the task of earlier micro-batches."""
+"""Name of the simulated task of earlier micro-batches."""
 
 FEED = "feed"
-"""Name of the task of work outside of nodes, which is spread over the step, but simulated first."""
+"""Name of the task of work outside graph nodes: spread over a real step, simulated at its start."""

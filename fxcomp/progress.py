@@ -2,8 +2,8 @@
 
     logging.getLogger("fxcomp").setLevel(logging.INFO)       # phases with seconds, choices, changes
 
-If a compilation takes more than two seconds, rank 0 shows its phase on a terminal; other standard errors get a summary
-line. FXCOMP_PROGRESS=0 shows nothing.
+If a compilation takes more than two seconds, rank 0 shows the current phase on standard error; without a terminal,
+it prints a summary at the end. FXCOMP_PROGRESS=0 shows nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUIET_S = 2.0
 
 
 class _Compilation:
-    """Phases of a compilation with their seconds."""
+    """Phases of a compilation, with durations in s."""
 
     def __init__(self, what: str, shows: bool) -> None:
         self.what, self.seconds = what, dict[str, float]()
@@ -47,7 +47,6 @@ class _Compilation:
                 self._write()
 
     def end(self) -> None:
-        """Erase the phase, or print a summary line."""
         self._timer.cancel()
         with self._lock:
             if self._is_shown:
@@ -72,7 +71,7 @@ def _is_terminal() -> bool:
 
 
 def _write(text: str) -> None:
-    """Write to standard error, ignoring failures: a daemon has none, and an error would stop this rank only."""
+    """Write to standard error, which a daemon lacks. Ignore failures, because an error would stop this rank only."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)
@@ -83,7 +82,7 @@ _under_way: ContextVar[_Compilation | None] = ContextVar("under_way", default=No
 
 @contextmanager
 def compiling(what: str) -> Generator[None]:
-    """Show the phases of a compilation. A nested compilation belongs to the outer one."""
+    """Show the phases of a compilation. A nested call adds its phases to the outer compilation."""
     if _under_way.get() is not None:
         yield
         return

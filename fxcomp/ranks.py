@@ -36,7 +36,7 @@ WHAT_TO_DO = (
 )
 
 _met: dict[str, int] = defaultdict(int)
-"""Number of meetings (compilations) of these ranks so far, by name."""
+"""Number of meetings (compilations) so far, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def meeting(cls, cluster: Cluster | None, what: str, group: Any = None) -> Generator[Ranks]:
-        """Run a block as `together` does, with new ranks; release their groups if it fails."""
+        """Connect ranks, and run a block as `together` does. Release the process groups if the block fails."""
         ranks = cls.join(cluster, what, group)
         try:
             with ranks.together(what):
@@ -115,9 +115,9 @@ class Ranks:
 
     @classmethod
     def stay_away(cls, what: str, group: Any, error: BaseException) -> None:
-        """Replace this rank's next call of `join` for `what`: report an error to ranks that wait there, now or later.
+        """Report an error to ranks that wait in a meeting `what`, now or later, in place of this rank's next `join`.
 
-        Raises nothing.
+        Raises no FxcompError.
         """
         with suppress(FxcompError):
             root = cls.join(None, what, group)._root
@@ -149,11 +149,11 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str, *, after_a_stop: bool = False) -> Generator[None]:
-        """Run a block on all ranks: an error on one is raised on all, with the first cause.
+        """Run a block on all ranks. An error on one rank is raised on all, with the first cause.
 
-        After an error in an `attempt`, all ranks may continue. After another error the failing rank stops: it writes
+        After an error in an `attempt`, all ranks may continue. After any other error the failing rank stops: it writes
         the cause to the store and closes its connections, so that no rank waits for it in a collective. `after_a_stop`
-        lets stopped ranks meet again.
+        lets stopped ranks reconnect.
         """
         if self._root is None:
             yield
@@ -257,7 +257,7 @@ class Ranks:
     def tell(self, what: str, value: T, members: Sequence[int], place: str) -> dict[int, T]:
         """Exchange plain data with some ranks, which all call it. Returns values by global rank.
 
-        `place` is the same on these ranks, and unique until ranks reconnect.
+        `place` is an identifier: the same on these ranks, and unique until ranks reconnect.
         """
         assert self._root is not None, "a rank that is alone has no other rank to reach"
         numbers = tuple(self.numbers[rank] for rank in members)
@@ -281,7 +281,7 @@ class Ranks:
     # Network
 
     def cluster_of(self, given: Cluster | None) -> Cluster:
-        """Return the given cluster, or one derived from host names whose links are to be measured."""
+        """Return the given cluster, or derive one from host names, with links that are assumed until measured."""
         if given is not None:
             return given
         if self._talk is None:
@@ -290,7 +290,7 @@ class Ranks:
         return Cluster.placed(_places(names), intra=LOCAL_LINK, inter=LOCAL_LINK)
 
     def transport(self, cluster: Cluster) -> Transport:
-        """Return the groups for measurements before planning."""
+        """Create process groups, for measurements before planning."""
         if self._root is None:
             return NullTransport()
         self._cluster = cluster
@@ -382,7 +382,7 @@ def _check_alone(cluster: Cluster | None, group: Any) -> None:
 
 
 def _tell_who_trains_alone(what: str) -> None:
-    """Warn if a launched process has not joined the others."""
+    """Warn if a launcher started several processes, because each would train alone."""
     started = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if started not in ("0", "1"):
         text = f"fxcomp: a launcher has started {started} processes, but torch.distributed is not initialised:"
@@ -398,13 +398,13 @@ def _check_size(cluster: Cluster | None, world_size: int) -> None:
 
 
 def _direct(cluster: Cluster) -> list[str]:
-    """Return the levels whose ranks have separate links."""
+    """Return the levels whose ranks do not share a link."""
     alone = cluster.hosts == 1 or cluster.ranks_per_host == 1
     return [level.value for level in Level if level is not Level.WORLD or alone]
 
 
 def _levels(cluster: Cluster) -> Levels:
-    """Return each level's groups of several ranks, in the same order on every rank."""
+    """Return the groups of each level with several ranks, in the same order on every rank."""
     flat = (Level.INTRA, Level.INTER, Level.WORLD)
     levels = list(Level) if cluster.has_racks and cluster.is_even else flat
     return {level.value: list(cluster.groups(level)) for level in levels if cluster.ranks_at(level) > 1}

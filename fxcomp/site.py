@@ -39,16 +39,16 @@ class Beside:
 
     @classmethod
     def of(cls, group: Any, what: str) -> Beside:
-        """Return the ranks of a process group. Each of them calls it."""
+        """Return the ranks of a process group, which all call it."""
         ranks = Ranks.join(None, f"{what} next to each other", group)
         return cls(ranks, group) if ranks.world_size > 1 else NOBODY
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Run a block on the ranks of all groups: an error on one is raised on all."""
+        """Run a block on the ranks of all groups. An error on one rank is raised on all."""
         return self.ranks.together(what)
 
     def do_the_same(self, topic: str, facts: dict[str, Any]) -> bool:
-        """Return True, on all groups, if all pass the same facts."""
+        """Return True if all groups pass the same facts. All groups get the same result."""
         everyone = self.ranks.gather(topic, facts)
         return all(theirs == everyone[0] for theirs in everyone)
 
@@ -81,7 +81,7 @@ class Site:
 
     @classmethod
     def of(cls, ranks: Ranks, cluster: Cluster | None, device: torch.device, beside: Beside = NOBODY) -> Site:
-        """Return the site for a cluster, or for one derived from host names. Every rank calls it."""
+        """Return the site for the given cluster, or for a cluster derived from host names. Every rank calls it."""
         found = ranks.cluster_of(cluster)
         return cls(ranks, found, ranks.transport(found), device, beside)
 
@@ -101,7 +101,7 @@ class Site:
     def processors(self) -> Processors:
         """Return the processors per rank. Ranks that may use the same processor share it evenly.
 
-        A quota is assumed to cover all ranks of a machine, because they usually run in one container.
+        A CPU quota is assumed to cover all ranks of a machine, because they usually run in one container.
         """
         here, usable = compat.machine_name(), compat.usable_processors()
         machines = self.everyone("which machine each rank is on", here)
@@ -111,11 +111,11 @@ class Site:
         quota = compat.processor_quota() / len(neighbours)
         count = min(self.everyone("counting processors", min(mine, quota)))
         threads = max(self.everyone("counting threads", torch.get_num_threads()))
-        # Compute was measured on all ranks at once.
+        # Compute was measured on all ranks at once, so it used only this rank's processors.
         return Processors(count, min(threads, count))
 
     def make_groups_for(self, plan: Plan) -> None:
-        """Create missing process groups. Every rank calls it."""
+        """Create the process groups that a plan still needs. Every rank calls it."""
         self.ranks.extend(self.transport, plan)
 
     def sum_over_ranks(self, value: Tensor) -> None:

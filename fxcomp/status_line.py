@@ -1,4 +1,4 @@
-"""A terminal line that the next one overwrites.
+"""Status line: a terminal line that the next status overwrites.
 
 Blanks erase it, because NO_COLOR forbids escape codes. Dumb terminals get no line.
 """
@@ -12,12 +12,11 @@ from typing import TextIO
 
 
 def takes_status_lines(stream: TextIO) -> bool:
-    """Return True if a line of the stream can be overwritten."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def written_over(text: str) -> str:
-    """Return text that overwrites the line, cut because wrapped lines cannot be overwritten."""
+    """Return output that overwrites the status line with `text`, cut to one row: longer text would wrap."""
     room = shutil.get_terminal_size().columns - 1
     return f"\r{' ' * room}\r{text[:room]}"
 

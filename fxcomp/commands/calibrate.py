@@ -35,7 +35,7 @@ _CURE = (
 
 @contextmanager
 def launched_ranks() -> Generator[None]:
-    """Form the process group of the launcher's ranks, if there is a launcher. Raises BadOption."""
+    """Create the process group if a launcher started this process. Raises BadOption."""
     local_rank = _local_rank()
     if local_rank is None:
         yield
@@ -96,7 +96,7 @@ EXAMPLES = """\
 """
 
 MOST_THREADS = 1024
-"""Maximum (assumed); torch has none."""
+"""Maximum of `--threads` (assumed); torch has no limit."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +139,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         is_first = ranks.rank == 0
         if told is not None:
             if ranks.world_size > 1:
-                # Rank 0 may host the store, so it must not exit before all reads.
+                # Rank 0 may host the store, so it must not exit before all ranks have read.
                 dist.barrier()  # pyright: ignore[reportUnknownMemberType]  # untyped
             if is_first:
                 raise BadOption(told)

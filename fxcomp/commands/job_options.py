@@ -32,7 +32,6 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add options for job, cluster and plan."""
     parser.add_argument("job", metavar="FILE.py[:job]", help="a file with a function that returns a fxcomp.Job")
     parser.add_argument(
         "--cluster", metavar="HxR", help=f"hosts x ranks per host, like 8x4 or 4+4+2, or a .toml (default: {CLUSTER})"
@@ -77,7 +76,6 @@ def job_files(arguments: argparse.Namespace) -> list[str]:
 
 
 def names_links(arguments: argparse.Namespace) -> bool:
-    """Return True if the user specified links."""
     cluster = arguments.cluster or ""
     return bool(arguments.inter or arguments.intra or cluster.endswith(".toml") or "," in cluster)
 

@@ -23,7 +23,7 @@ def check_outputs(written: Mapping[str, str | None], read: Iterable[str | None])
 
 
 def check_page(option: str, text: str) -> None:
-    """Raise BadOption if a page would overwrite a file of another kind."""
+    """Raise BadOption if an HTML page would overwrite a file of another kind."""
     path = Path(text)
     if not path.is_file():
         return
@@ -37,7 +37,6 @@ def check_page(option: str, text: str) -> None:
 
 
 def save_plan(plan: Plan, path: str) -> None:
-    """Write a plan. Raises BadOption."""
     try:
         plan.save(path)
     except OSError as error:
@@ -48,7 +47,7 @@ _PAGE = b"<!doctype html>"
 
 
 def _file(text: str | None) -> Path | None:
-    """Return a resolved path; None if it exists and is no file, like a terminal."""
+    """Return the resolved path; None for no path or for a device, such as a terminal."""
     if not text:
         return None
     path = Path(text).expanduser().resolve()

@@ -23,7 +23,7 @@ EXAMPLES = """\
 """
 
 MOST_RUNS = 12
-"""Maximum of distinguishable runs: six colors, solid and dashed."""
+"""Maximum number of runs: six colors, each solid and dashed."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

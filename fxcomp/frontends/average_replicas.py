@@ -1,4 +1,4 @@
-"""Average the replicas of a sharded model by a plan: HSDP with a compressed slow link.
+"""Average gradients over the replicas of a sharded model, by a plan: HSDP with a compressed slow link.
 
     mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
@@ -6,7 +6,7 @@
     fully_shard(model, mesh=mesh["shard"])
     outer = fxcomp.average_replicas(model, mesh["replicate"], compress="balanced")
 
-fully_shard reduces gradients within a replica, dense. Plans (`hook_job.py`) average each shard over the replicas.
+fully_shard reduces gradients within a replica, dense. A plan (`hook_job.py`) averages each shard over the replicas.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fxcomp.state.checkpoint import states_of
 from fxcomp.state.saved_state import Given
 
 SHARD = "shard"
-"""Key of the shard's index and the number of shards in a saved state."""
+"""Key in a saved state. Value: [shard index, number of shards]."""
 
 
 def average_replicas(
@@ -51,8 +51,8 @@ def average_replicas(
 
     `model` went through `fully_shard(..., mesh=mesh["shard"])`. `replicas` is `mesh["replicate"]` or its process group:
     the ranks with the same shard. Every rank calls this with the same options, after parameters have their values and
-    before the first backward pass. All replicas start with the first one's values. `compress`, `cluster`, `costs` and
-    `scaler` are as in `ddp_hook`; sizes are per shard.
+    before the first backward pass. All replicas start with the first replica's values. `compress`, `cluster`, `costs`
+    and `scaler` are as in `ddp_hook`; sizes are per shard.
 
     Raises BadOption, BadPlan, ReplicasDiffer, and Unsupported, for example if fully_shard got a mesh of two dimensions
     and averages over replicas itself.
@@ -132,7 +132,7 @@ class ReplicaAverage(PlannedAverage):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Keep gradients local to the replica inside the context. The next pass outside averages their sum.
+        """Keep gradients local to the replica inside the context. The next pass outside averages the sums.
 
         Unlike with `model.set_requires_gradient_sync(False)`, the sums are shards, which need no extra memory.
         """
@@ -147,10 +147,7 @@ class ReplicaAverage(PlannedAverage):
         return {**super().state_dict(), SHARD: list(self._place)}
 
     def load_state_dict(self, state: Given) -> None:
-        """Restore a `state` of the same shard. Every rank calls it.
-
-        Before the first backward pass, the state is kept, and its plan is followed from that pass on.
-        """
+        """Restore a `state` of the same shard. Every rank calls it."""
         with self._ranks.together("comparing shards", after_a_stop=True):
             states = self._ranks.attempt("comparing shards", lambda: self._of_this_shard(state))
         super().load_state_dict(states)

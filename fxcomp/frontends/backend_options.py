@@ -26,7 +26,6 @@ class Options:
     """None to use Inductor if a tensor is on one of INDUCTOR_DEVICES."""
 
     def uses_inductor(self, inputs: Sequence[Any]) -> bool:
-        """Return True if Inductor compiles a graph with these inputs."""
         if self.inductor is not None:
             return self.inductor
         return any(isinstance(value, Tensor) and value.device.type in program.INDUCTOR_DEVICES for value in inputs)

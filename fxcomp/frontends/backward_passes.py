@@ -42,7 +42,7 @@ from fxcomp.step.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 DENSE_PASSES = 6
-"""Passes before planning. DDP rebuilds its buckets in the first ones, and the last `TIMED` are timed."""
+"""Number of passes before planning. DDP rebuilds its buckets in the first passes; the plan uses the last `TIMED`."""
 
 TIMED = 3
 """Number of passes whose ready times the plan uses."""
@@ -85,7 +85,7 @@ class ReadyTimes:
 
 
 class BackwardPasses(ABC):
-    """Plan and error-feedback state of one model."""
+    """Backward passes of one model, with plan, error-feedback state and times."""
 
     def __init__(self, what: str, start: Start, closed: str, given: Given = None):
         self.start, self.site = start, start.site
@@ -94,13 +94,13 @@ class BackwardPasses(ABC):
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
         self._passes_before = 0
-        """Passes of the job in earlier processes."""
+        """Number of passes in earlier processes of a resumed job."""
         self.follower: Follower | None = None
         self._skipped = 0
         self._payload_bytes: Mapping[tuple[str, str], int] = {}
         self.ready = ReadyTimes(self.site.device)
         self.times = StepTimes(self.site.device)
-        """Times between the ends of planned passes."""
+        """Step times, from the end of a planned pass to the end of the next."""
         self.schedule = Schedule(Calendar(), self.times, self.site, self._take_turn, self._settle)
         self._ended: Any = None
 
@@ -120,7 +120,6 @@ class BackwardPasses(ABC):
 
     @property
     def is_racing(self) -> bool:
-        """True during a race, or if one is scheduled."""
         return self.schedule.is_racing
 
     @property
@@ -141,7 +140,7 @@ class BackwardPasses(ABC):
     @property
     @abstractmethod
     def timeline(self) -> Timeline | None:
-        """Predicted step; None before there is a plan."""
+        """Predicted timeline of a step; None before there is a plan."""
 
     @abstractmethod
     def report(self) -> str:
@@ -220,7 +219,7 @@ class BackwardPasses(ABC):
     # Deciding
 
     def decide(self, layout: Layout) -> None:
-        """Agree on a plan with all ranks. Restore a loaded state."""
+        """Agree on a plan with all ranks, then restore a loaded state."""
         with self.site.ranks.together(self._what):
             self._decide(layout, self._given)
         self._given = None
@@ -237,7 +236,7 @@ class BackwardPasses(ABC):
         log.info("%s\n%s", self.site.cluster, self.follower.decision.plan)
 
     def _decision(self, layout: Layout) -> Decision:
-        """Choose a plan from the ready times. Groups that share links choose together if their buckets are equal."""
+        """Choose a plan from the ready times. Groups that share links choose one plan if their buckets are equal."""
         start, ranks, beside = self.start, self.site.ranks, self.site.beside
         buckets = {f"bucket {k}": bucket.facts for k, bucket in enumerate(layout)}
         ranks.check_same("comparing buckets", buckets)
@@ -281,16 +280,14 @@ class BackwardPasses(ABC):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; empty before there is a plan."""
         follower = self.follower
         if follower is None:
             return {}
         under = follower.lasting
-        plan = under.decision.plan  # plan from before a race, followed after loading
+        plan = under.decision.plan  # during a race, the plan from before
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 
     def load_state_dict(self, given: Given) -> None:
-        """Restore a state, or keep it until there is a plan. Every rank calls it."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             if self.follower is None:
@@ -310,5 +307,4 @@ class BackwardPasses(ABC):
             self._go_on()
 
     def close(self) -> None:
-        """Stop the worker thread and release process groups, without communication."""
         self.executor.close(self.runtime)

@@ -70,8 +70,8 @@ def compile_step(
     need not call this.
 
     `max_grad_norm` clips the averaged gradients by their global norm, `max_grad_value` clips each element. `accumulate`
-    is the number of micro-batches of a step, one per call. Their gradients are summed in fp32, and only the last call
-    communicates and updates; `step(batch, last=True)` ends a shorter group. The loss is the mean over its micro-batch.
+    is the number of micro-batches of a step, one per call. Their gradients are averaged in fp32, and only the last call
+    communicates and updates; `step(batch, last=True)` ends a shorter group.
     `scaler` is the GradScaler of an fp16 loop. The step scales the loss and unscales gradients; if a gradient is not
     finite, all ranks skip the step and keep their residuals. The loop calls `scaler.update()`, but not `scale`,
     `unscale_` and `step`.

@@ -63,21 +63,21 @@ class CompiledModel:
     compiler: Compiler
     parameters: Mapping[str, weakref.ref[nn.Parameter]]
     break_: str | None
-    """Location of Dynamo's graph break."""
+    """Location of Dynamo's graph break, if any."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """Options without the model. If none was given, this object's identity distinguishes calls of torch.compile."""
+    """Options without the model. If no model was given, the identity of this dict distinguishes torch.compile calls."""
     watch: GradientWatch
     frozen: frozenset[str]
     """Parameters that required no gradient at compilation."""
     averaging: Averaging
-    """Shared by all CompiledModels of one model."""
+    """State of `no_sync`, shared by all CompiledModels of one model."""
     runtime: Runtime = field(init=False)
     executor: Executor = field(init=False)
     source: str = ""
     passes: int = 0
     _left_out: frozenset[str] = frozenset()
-    """Frozen parameters whose residuals remain in another plan's state."""
+    """Frozen parameters whose residuals remain in another CompiledModel."""
     _is_owed: bool = False
     """True if `.grad` may hold gradients that have not been averaged."""
     _arrivals: dict[str, Arrivals] = field(init=False)
@@ -118,7 +118,7 @@ class CompiledModel:
         return {id(parameter) for reference in self.parameters.values() if (parameter := reference()) is not None}
 
     def take_over(self, other: CompiledModel) -> None:
-        """Move residuals of common parameters from another plan of this model."""
+        """Move residuals of common parameters from another CompiledModel of this model."""
         owed = other.state.owed_here(other.follower.trained.sizes, self.site.ranks.world_size)
         both = {name: value for name, value in owed.items() if name in self.parameters}
         stays = {name for name, value in owed.items() if name not in self.parameters and bool(value.any())}
@@ -159,7 +159,7 @@ class CompiledModel:
     # Running
 
     def emit(self, labelled: GraphModule, inductor: bool) -> compat.Backward:
-        """Rewrite a backward graph to follow the plan, and return it as a function, without communication."""
+        """Without communication, rewrite a backward graph to follow the plan, and return it as a function."""
         final = self.compiler.rewrite(labelled, self.plan, self.follower.decision.costs)
         self.source = emit(final, title="One backward pass, gradients averaged")
         log.debug("%s", self.source)
@@ -210,7 +210,7 @@ class CompiledModel:
             parameter = reference()
             if parameter is None or parameter.grad is None:
                 continue
-            if not compat.will_accumulate(parameter):  # this pass writes no .grad; a later one averages it
+            if not compat.will_accumulate(parameter):  # this pass does not write .grad; a later pass averages it
                 self._is_owed = True
                 continue
             gradient = parameter.grad.detach().reshape(-1)
@@ -229,8 +229,8 @@ class CompiledModel:
     def _compare(self) -> None:
         """Raise on every rank if arrived gradients or their parameters differ between ranks.
 
-        A use of a parameter outside the compiled call, like a weight penalty, adds to its averaged gradient. It must
-        add the same values on all ranks.
+        A use of a parameter outside the compiled call, like a weight penalty, adds to its averaged gradient. The added
+        values must be equal on all ranks.
         """
         try:
             self._check_equal(*self._digests())

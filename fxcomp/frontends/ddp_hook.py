@@ -4,8 +4,8 @@
     hook = fxcomp.ddp_hook(compress="balanced")
     model.register_comm_hook(None, hook)
 
-The loop does not change. The first backward passes are dense and measure the ready times of buckets, unless a plan is
-given. Then all ranks agree on a plan, which is emitted as in a compiled step (`hook_program.py`).
+The first backward passes are dense and measure the ready times of buckets, unless a plan is given. Then all ranks agree
+on a plan, which is emitted as in a compiled step (`hook_program.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def ddp_hook(
     costs: GivenCosts | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> DdpHook:
-    """Make a hook for `model.register_comm_hook(None, hook)`. Every rank makes one with the same arguments.
+    """Make a hook for `model.register_comm_hook(None, hook)`. Every rank makes a hook with the same arguments.
 
-    `compress`, `cluster` and `costs` are as in `compile_step`. Compressor errors are assumed to be those of Gaussian
-    values, and error feedback is limited to settings that need no optimizer. `scaler` is the GradScaler of the loss;
-    residuals are rescaled with it. Raises BadOption and BadPlan.
+    `compress`, `cluster` and `costs` are as in `compile_step`. Compressor errors are assumed, as for Gaussian values,
+    and error feedback is limited to settings that need no optimizer. `scaler` is the GradScaler of the loss; residuals
+    follow its scale. Raises BadOption and BadPlan.
     """
     options = StepOptions.of_gradients(
         compress, "which DistributedDataParallel leaves yours", cluster=cluster, costs=costs, scaler=scaler
@@ -106,7 +106,7 @@ class DdpHook(PlannedAverage):
     def _started(
         self, bucket: compat.GradBucket | tuple[Tensor, Tensor], state: object
     ) -> Callable[[compat.GradBucket], Future]:
-        """Meet the ranks of the wrapper at the first bucket. Every rank calls it."""
+        """Meet the wrapper's ranks at the first bucket, and return the function that averages buckets."""
         if isinstance(bucket, tuple):
             raise Unsupported(
                 'with torch._dynamo.config.optimize_ddp = "python_reducer" torch hands hooks single gradients, and no'

@@ -26,7 +26,7 @@ from fxcomp.runtime.members import Members
 
 
 class GradientWatch:
-    """Watch on the parameters of one model."""
+    """Watch of one model's parameters."""
 
     def __init__(self, process_group: Any, tell: Callable[[FxcompError], None], is_of_graph: bool = False) -> None:
         self.process_group, self.tell = process_group, tell
@@ -37,7 +37,7 @@ class GradientWatch:
         self._is_told = False
 
     def lay(self, parameters: Mapping[str, nn.Parameter], ignore: Collection[str] = ()) -> None:
-        """Watch parameters under these names, which replace earlier ones."""
+        """Watch parameters. Their names appear in errors, and replace earlier names."""
         for name, parameter in parameters.items():
             if name not in ignore and (parameter.is_floating_point() or parameter.is_complex()):
                 arrivals = Arrivals.of(parameter)
@@ -53,7 +53,6 @@ class GradientWatch:
         self._kept, self._is_told = error, True
 
     def forget(self) -> None:
-        """Drop the kept error."""
         self._kept, self._is_told = None, False
 
     def _refuse(self, name: str, arrivals: Arrivals) -> None:

@@ -4,7 +4,7 @@
     from then on     the plan's emitted step, which receives each bucket when it arrives
 
 DDP rebuilds its buckets after its first passes, so a plan's state is keyed by parameter name. If a pass's buckets are
-not known in advance, they are collected, and the step runs after the last one.
+not known in advance, they are collected, and the step runs after the last bucket.
 
 The emitted step runs inside the hook, in the backward thread, and ends with the last bucket. Therefore exceptions
 propagate unchanged from `backward()`.
@@ -36,11 +36,10 @@ from fxcomp.step.unused import ZeroGradients
 Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
-"""Passes until DDP's buckets are final: it rebuilds them after pass 1, or 2 if static_graph (measured, torch 2.13)."""
+"""Passes until DDP's buckets are final. DDP rebuilds them after pass 1 (2 with static_graph; measured, torch 2.13)."""
 
 
 def delivered(buffer: Tensor) -> Future:
-    """Return a completed future."""
     future = _pending(buffer)
     future.set_result(buffer)
     return future
@@ -62,7 +61,7 @@ class Arrived:
     """Pending averages of sparse gradients, by bucket index."""
 
     def deliver(self) -> None:
-        """Return the averaged buffers to DDP."""
+        """Complete the futures with the averaged buffers."""
         for number, mean in self.sparse.items():
             self.buffers[number] = mean.finish()
         for future, buffer in zip(self.futures, self.buffers, strict=True):
@@ -76,7 +75,7 @@ CLOSED = (
 
 
 class HookJob(BackwardPasses):
-    """Plan, error-feedback state and current pass of one model."""
+    """Backward passes of one DistributedDataParallel or `average_replicas` model."""
 
     def __init__(self, start: Start, wrapped: Wrapped, given: Given = None):
         super().__init__("ddp_hook", start, CLOSED, given)
@@ -89,7 +88,7 @@ class HookJob(BackwardPasses):
         self._layout: Layout = ()
         self._arrived = Arrived()
         self._gathers = False
-        """True if the step runs after the pass's last bucket."""
+        """True if buckets are collected, and the step runs after the last bucket."""
         self._unused: ZeroGradients | None = None
 
     @property
@@ -110,8 +109,8 @@ class HookJob(BackwardPasses):
     def take(self, buffer: Tensor, parameters: Sequence[Tensor], *, is_last: bool) -> Future:
         """Take the next bucket of a backward pass: a flat buffer with the gradients of these parameters.
 
-        The pass also ends when all parameters have arrived: in a static graph's first pass with several buckets, torch
-        marks none as the last.
+        The pass also ends when all parameters have arrived, because torch marks no bucket as the last in a static
+        graph's first pass with several buckets.
         """
         with self.stops_on_errors():
             if self.is_timed:

@@ -1,12 +1,12 @@
-"""Fit a plan to DDP's buffers, so that buckets lie contiguously and need no copy.
+"""Fit a plan to DDP's buffers, so that the plan's buckets are contiguous there and need no copy.
 
     DDP's buffer   2.bias  2.weight  0.bias  0.weight
     chosen         0.weight 2.weight: dense       0.bias 2.bias: dense
     fitted         2.bias 2.weight 0.bias 0.weight: dense
 
 Gradients take the order of the buffer. A vector joins an adjacent matrix with the same strategy, which may save a
-message. A bucket in two buffers is split if no part gets too small. Values do not change, because compressors work per
-parameter.
+message. A bucket that spans two buffers is split if each part has LEAST_BYTES. Values do not change, because
+compressors work per parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxcomp.search.decision import Decision
 from fxcomp.search.runners import Runner
 
 LEAST_BYTES = 256 << 10
-"""Minimum size of a part: copying it takes about as long as one more message (assumed)."""
+"""Minimum size of a split bucket's parts: copying this much takes about as long as one more message (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class _PlanPart:
 
 
 def fitted(decision: Decision, layout: Layout) -> Decision:
-    """Fit a decision's plan and its alternatives."""
     plan, choice = fit(decision.plan, layout), decision.choice
     if choice is None:
         return replace(decision, plan=plan)
@@ -59,7 +58,7 @@ def fitted(decision: Decision, layout: Layout) -> Decision:
 
 
 def fit(plan: Plan, layout: Layout) -> Plan:
-    """Reorder buckets like DDP's buffers, and join vectors to adjacent matrices."""
+    """Reorder a plan's buckets like DDP's buffers, and move vectors to the buckets of adjacent matrices."""
     parts = sorted(_parts(plan, layout), key=lambda part: (part.ddp_bucket, part.place))
     owned: dict[int, list[_PlanPart]] = {}
     for number, part in enumerate(parts):
@@ -74,7 +73,6 @@ def fit(plan: Plan, layout: Layout) -> Plan:
 
 
 def _split(bucket: Bucket, parts: Sequence[_PlanPart]) -> list[list[_PlanPart]]:
-    """Split a bucket at buffer boundaries, if no part gets too small."""
     found = [list(group) for _, group in groupby(parts, lambda part: part.ddp_bucket)]
     least = min(sum(part.size for part in group) for group in found) * bucket.element_type.itemsize
     return found if least >= LEAST_BYTES else [list(parts)]
@@ -92,7 +90,7 @@ def _parts(plan: Plan, layout: Layout) -> Iterator[_PlanPart]:
 
 
 def _owner(plan: Plan, parts: Sequence[_PlanPart], number: int) -> int:
-    """Return the bucket of a part. A vector may join an adjacent matrix."""
+    """Return the index of a part's bucket: for a vector, possibly the bucket of an adjacent matrix."""
     part = parts[number]
     if not part.is_vector:
         return part.owner

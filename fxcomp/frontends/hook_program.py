@@ -6,8 +6,8 @@
     ...                                            lines of the plan, as in a compiled step
     output(None, (%mean_0, %mean_1))               mean of each bucket of the plan
 
-A plan's bucket may span several DDP buckets, or be a part of one. The emitted step is a generator, which yields
-wherever it needs the next DDP bucket.
+A plan's bucket may span several DDP buckets, or be a part of a DDP bucket. The emitted step is a generator, which
+yields wherever it needs the next DDP bucket.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class HookProgram:
     timeline: Timeline
     runs: tuple[Run, ...]
     lent: tuple[tuple[str, Run], ...]
-    """Emitted lines that write an average directly into a DDP buffer."""
+    """Names of emitted lines that write an average directly into a DDP buffer, with the range."""
     residuals: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, int], ...]
     first: int = 0
@@ -181,7 +181,7 @@ class HookProgram:
     def made(cls, layout: Layout, graph: GraphModule, compiler: Compiler, plan: Plan, costs: CostTable) -> HookProgram:
         """Rewrite a graph of arriving buckets to follow a plan. Local: no communication.
 
-        A compiler with `skip_nonfinite` restores residuals after a non-finite gradient.
+        If the compiler has `skip_nonfinite`, the program restores residuals after a non-finite gradient.
         """
         final, runs = compiler.rewrite(graph, plan, costs), runs_of(plan, layout)
         lent = _return_means(final, [_only(runs, number, bucket) for number, bucket in enumerate(plan.buckets)])
@@ -225,8 +225,8 @@ def _only(runs: Sequence[Run], number: int, bucket: Bucket) -> Run | None:
 def _return_means(gm: GraphModule, places: Sequence[Run | None]) -> tuple[tuple[str, Run], ...]:
     """Make the graph return each bucket's flat average, also in a skipped step.
 
-    A bucket that lies in one DDP buffer is sent from that buffer. Return the lines that may write the average into it,
-    because nothing else reads the bucket.
+    A bucket that is contiguous in a DDP buffer is sent from that buffer. Return the lines that may write the average
+    into the buffer, because nothing reads the bucket afterwards.
     """
     means: dict[int, Node] = {}
     for node in gm.graph.nodes:

@@ -49,9 +49,9 @@ url_to_fs: Any = importlib.import_module("fsspec.core").url_to_fs
 """Lightning's resolver of checkpoint paths; installed with torch."""
 
 FILE = "{checkpoint}.fxcomp-rank{rank}.pt"
-"""File next to a checkpoint with the tensors of `checkpoint()`, one per rank."""
+"""Path of each rank's file with the tensors of `DdpHook.checkpoint`, next to a checkpoint."""
 STEP = "lightning.global_step"
-"""Key of the step in that file."""
+"""Key of the global step in that file."""
 
 
 class FxcompStrategy(_DDPStrategy):
@@ -87,7 +87,6 @@ class FxcompStrategy(_DDPStrategy):
         ddp_hook(**self._options)  # raise now instead of in training
 
     def configure_ddp(self) -> None:
-        """Wrap the module, and register the hook."""
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         scaler = getattr(self.precision_plugin, "scaler", None)  # with precision="16-mixed", residuals follow its scale
@@ -118,7 +117,7 @@ class FxcompStrategy(_DDPStrategy):
         return loaded
 
     def _keep(self, hook: DdpHook) -> None:
-        """Save this hook's state from now on, and load the state of the checkpoint or the last fit."""
+        """Make `hook` the current hook, and load into it the state of the checkpoint or the last fit."""
         before, of = self.hook, self._trained
         self.hook, self._trained = hook, self.lightning_module
         if self._begins_at is not None:
@@ -130,7 +129,10 @@ class FxcompStrategy(_DDPStrategy):
             before.close()
 
     def _saved_for_here(self, checkpoint: str, step: int | None) -> list[dict[str, Tensor]] | None:
-        """Read this rank's share of the saved files, for any number of ranks. Skip files of another step."""
+        """Read every `world_size`-th saved file from this rank's on, so that any number of ranks can resume.
+
+        Skip files of another step.
+        """
         files = _Files(checkpoint, follow=True)
         ranks = sorted(files.of_ranks())
         if not ranks and self.is_global_zero:

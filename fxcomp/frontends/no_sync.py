@@ -6,9 +6,9 @@
 
 One call of backward() averages all its gradients and `.grad`, or none:
 
-    forward passes of the call     it averages
+    forward passes of the call     the call averages
     any ran outside no_sync        always
-    all ran inside no_sync         if another ran outside since the last averaging
+    all ran inside no_sync         if another pass ran outside since the last averaging
 """
 
 from __future__ import annotations
@@ -53,18 +53,17 @@ class Averaging:
     _outside: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])
     """Autograd nodes of forward passes outside `no_sync` that may still run backward."""
     _local_in: int | None = None
-    """Current backward() call if it includes a forward pass from inside `no_sync`."""
+    """Id of the current backward() call if it includes a forward pass from inside `no_sync`."""
     _decided: tuple[int | None, bool] = (None, True)
-    """Latest backward() call, and its decision."""
+    """Id of the latest backward() call, and True if it averages."""
 
     def forward_has_run(self, parameter: Any, results: Sequence[Any]) -> None:
-        """Record a forward pass."""
         node = compat.backward_node(results)
         if node is None:
             return
         if any(id(parameter) in parameters for parameters in _local):
             compat.before_backward(node, self._begin_local)
-        elif compat.backward_call() is None:  # otherwise checkpointing recomputes it
+        elif compat.backward_call() is None:  # not None: checkpointing recomputes the forward pass
             self._is_open = True
             self._outside = [reference for reference in self._outside if reference() is not None]
             self._outside.append(weakref.ref(node))

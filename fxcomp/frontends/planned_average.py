@@ -38,7 +38,7 @@ class PlannedAverage:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Predicted step; None before there is a plan."""
+        """Predicted timeline of a step; None before there is a plan."""
         return None if self._job is None else self._job.timeline
 
     @property

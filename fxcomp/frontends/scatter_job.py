@@ -54,7 +54,7 @@ class _ScatterPass:
     before: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Residuals from before the pass, by bucket index."""
     delivered: set[int] = field(default_factory=set[int])
-    """Modules whose gradients include residuals of a dropped plan (`owed`)."""
+    """Indices of modules whose gradients include residuals of a dropped plan (`owed`)."""
     agrees: bool = False
     """True if ranks must agree on committing residuals."""
     not_finite: Tensor | None = None
@@ -62,7 +62,7 @@ class _ScatterPass:
 
 
 class ScatterJob(BackwardPasses):
-    """Plan, error-feedback state and current pass of one model."""
+    """Backward passes of one fully_shard model."""
 
     def __init__(self, start: Start, modules: Sequence[ScatteredModule]) -> None:
         super().__init__("compress_reduce_scatter", start, CLOSED)
@@ -124,11 +124,10 @@ class ScatterJob(BackwardPasses):
         else:
             self.runtime.counters.count("reduce_scatter", "world", given.nbytes)
             self._dense[number](output, given, group, op)
-        if now.agrees:  # only the rank whose part contains it sees a non-finite value
+        if now.agrees:  # a non-finite value reaches only the rank of its part
             now.not_finite = not_finite_too(now.not_finite, output)
 
     def _add_owed(self, number: int, given: Tensor) -> None:
-        """Add residuals of a dropped plan."""
         module = self.modules[number]
         owed = {} if self.follower is None else self.follower.state.owed
         if not owed.keys().isdisjoint(module.module.names):
@@ -214,7 +213,7 @@ class ScatterJob(BackwardPasses):
     # State
 
     def load_state_dict(self, given: Given) -> None:
-        """Restore a state, and follow its plan at once unless the options name one. Every rank calls it."""
+        """Restore a state, and follow its plan at once unless the options name a plan. Every rank calls it."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             start = self._asked.follow(given, self._fits)
@@ -277,7 +276,7 @@ class _ModuleScatter:
         self._has_begun = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self._has_begun:  # first for the gradients, then for this rank's part
+        if not self._has_begun:  # called for the gradients, then for this rank's part
             self._has_begun = True
             self._job.arrive(self._number)
         return self._dense.allocate(size, dtype=dtype, device=device)

@@ -22,7 +22,7 @@ from fxcomp.site import Site
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlanner(Planner):
-    """Planner over modules in ready order."""
+    """Planner with one bucket per module, in ready order."""
 
     modules: Sequence[ScatteredModule]
 
@@ -41,7 +41,7 @@ class ModulePlanner(Planner):
 
 
 def overlaps_on(site: Site) -> bool:
-    """Return True if compute overlaps communication, which it does not with gloo."""
+    """Return True if compute overlaps communication. With gloo it does not."""
     return site.device.type != "cpu"
 
 
@@ -52,7 +52,7 @@ def predicted(decision: Decision, site: Site) -> tuple[tuple[ModuleTime, ...], T
 
 
 def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
-    """Return a plan with one strategy for all modules, or the given plan. Raises BadPlan.
+    """Return a given plan, or a plan with a named strategy for all modules, as reduce-scatters. Raises BadPlan.
 
     Modules with vectors only, such as norms, stay dense if a compressor is named.
     """

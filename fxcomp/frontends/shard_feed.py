@@ -26,7 +26,7 @@ from fxcomp.frontends.sharded_modules import called
 from fxcomp.runtime.packing import not_finite_too
 
 REDUCED_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes that fully_shard divides by the ranks before its hook. Others are partly divided afterwards (torch 2.13)."""
+"""Dtypes in which fully_shard divides gradients before its hook. Others are divided partly after it (torch 2.13)."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _FeedPass:
     """Flat shards by module index."""
     fed: int = 0
     copied: list[int] = field(default_factory=list[int])
-    """Modules whose average is added to `.grad`."""
+    """Indices of modules whose average is added to `.grad`."""
     not_finite: Tensor | None = None
     stream: Any = None
 
@@ -47,10 +47,10 @@ class ShardFeed:
         self._modules, self._stand_ins, self._job = modules, stand_ins, job
         self._shards = modules[0].shard_group.size()
         self._order: list[int] | None = None
-        """Modules in arrival order of the first pass, which later passes repeat."""
+        """Module indices in arrival order of the first pass. Later passes keep this order."""
         self._pass = _FeedPass()
         self._is_partial = [False] * len(modules)
-        """True where `.grad` holds values that have not been averaged."""
+        """True for modules whose `.grad` holds values that have not been averaged."""
         self.is_off = False
 
     def install(self) -> None:
@@ -80,7 +80,7 @@ class ShardFeed:
         self._feed()
 
     def _own(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> Tensor:
-        """Return memory that the average may be written to after the hook has returned."""
+        """Return the flat shard in memory that may receive the average after the hook has returned."""
         if module.becomes_gradients(reduced):
             self._is_partial[number] = False
             return reduced

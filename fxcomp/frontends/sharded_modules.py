@@ -80,12 +80,12 @@ class ScatteredModule:
 
     @property
     def elements(self) -> int:
-        """Elements of all parts, including padding."""
+        """Number of elements of all parts, including padding."""
         return self.ranks * self.module.elements
 
     @property
     def bucket(self) -> DdpBucket:
-        """Unsharded gradients."""
+        """Unsharded gradients, without padding."""
         shapes = self.module.whole_shapes
         return DdpBucket(self.module.names, shapes, tuple(map(prod, shapes)), self.module.reduced_as)
 
@@ -103,7 +103,7 @@ class ScatteredModule:
         return Bucket(bucket.names, bucket.sizes, strategy, element_type=ElementType.of(bucket.dtype))
 
     def in_parts(self, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
-        """Lay flat parameters out in parts; missing ones are zero."""
+        """Copy flat values by parameter name into parts. Missing parameters are zero."""
         found = torch.zeros(self.elements, device=device)
         sizes = self.parts.sizes
         for (k, extent), part in zip(

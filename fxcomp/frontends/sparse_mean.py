@@ -15,7 +15,7 @@ from fxcomp.site import Site
 
 
 class SparseMean:
-    """Pending mean of a sparse gradient. Every rank makes one, and finishes it."""
+    """Pending mean of a sparse gradient. Every rank constructs one, and calls `finish`."""
 
     def __init__(self, gradient: Tensor, site: Site) -> None:
         """Exchange row counts, and start to send rows as bytes, padded to the largest count."""

@@ -30,11 +30,11 @@ from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.follower import Trained
 
 BURSTS = burst_share(list(UpdateKind))
-"""Maximum fraction of elements sent in bursts for an unknown optimizer."""
+"""Maximum fraction of elements whose errors may be fed back in bursts, for an unknown optimizer."""
 
 
 def ends_whole(plan: Plan) -> bool:
-    """Return True if every rank ends with whole gradients."""
+    """Return True if the plan leaves every rank with whole gradients, not shards."""
     return not any(bucket.strategy.ends_as_shards for bucket in plan.buckets)
 
 
@@ -63,7 +63,7 @@ class Start:
     options: StepOptions
     trained: Trained
     loads: bool = False
-    """True if a rank has loaded a state. Its residuals need a plan, which is followed from the first pass."""
+    """True if any rank has loaded a state. Then a plan is followed from the first pass, because residuals need one."""
 
     @classmethod
     def of(cls, what: str, ranks: Ranks, options: StepOptions, model: ModelHere, given: Given = None) -> Start:
@@ -86,7 +86,7 @@ class Start:
         return Terms.of(self.options.compress, BURSTS)
 
     def follow(self, given: Given, fits: Callable[[Plan], bool] = ends_whole) -> Start:
-        """Follow the plan of a loaded state if it fits and the options name none. Every rank calls it."""
+        """Follow the plan of a loaded state if it fits and the options name no plan. Every rank calls it."""
         options, loads = following(self.options, given, self.site.ranks, fits)
         return replace(self, options=options, loads=loads)
 
@@ -123,9 +123,9 @@ class Start:
 def following(
     options: StepOptions, given: Given, ranks: Ranks, fits: Callable[[Plan], bool] = ends_whole
 ) -> tuple[StepOptions, bool]:
-    """Apply the plan of a loaded state, unless options name another. Return the options, and True if a state exists.
+    """Apply the plan of a loaded state, unless options name another plan. Every rank calls it.
 
-    Every rank calls it.
+    Return the options, and True if any rank has a state.
     """
     loads = any(ranks.gather("who has a loaded state", bool(states_given(given))))
     plans = ranks.gather("the plans of loaded states", plan_of(given))

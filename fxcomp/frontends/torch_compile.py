@@ -6,8 +6,8 @@
 Collectives overlap with the backward pass alone. Compute is priced by the machine's roofline, because a backward graph
 cannot be timed before activations exist.
 
-- All gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning. A
-  parameter that is used outside the graph raises when its gradient arrives.
+- All gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning. The
+  gradient of a parameter that is used outside the graph raises when it arrives.
 - `compile_model` watches every parameter, so eager code that averages nothing raises (`gradient_watch.py`). With the
   backend alone, the watch starts at the first graph.
 - Each set of trained parameters has its own plan. All ranks must freeze or unfreeze parameters at the same call.
@@ -69,8 +69,8 @@ def compile_model(
     `process_group`, `ignore` and `inductor`. `fullgraph` and `dynamic` are passed to torch.compile.
 
     If torch runs the model eagerly, a gradient raises CaptureFailed (or the backend's error that torch suppressed)
-    before it is added to `.grad`, and PeerFailed on the waiting ranks. Deep copies of the model and parameters that are
-    replaced later are not watched: compile them again. Raises BadOption and Unsupported.
+    before it is added to `.grad`, and PeerFailed on the waiting ranks. Deep copies of the model are not watched, nor
+    are parameters that are replaced later: compile again. Raises BadOption and Unsupported.
     """
     module: Any = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
@@ -189,7 +189,7 @@ def _compile(
     inductor: bool,
     backward: Callable[[GraphModule, compat.Backward], compat.Backward],
 ) -> Callable[..., Any]:
-    """Compile both passes. `backward` receives the graph and the local backward function."""
+    """Compile both passes. `backward` maps the backward graph and its local function to the function to run."""
     if inductor:
         return compat.compile_training_with_inductor(gm, inputs, backward)
 
@@ -202,7 +202,7 @@ def _compile(
 def _for_one_model(
     run: Callable[..., Any], found: FoundParameters, places: Sequence[int], compiled: CompiledModel
 ) -> Callable[..., Any]:
-    """Raise if other parameters are passed: torch shares a graph between models of equal code, shapes and options."""
+    """Check a graph's parameters at each call: torch shares graphs between models of equal code, shapes and options."""
     expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
 
     def checked(*inputs: Any) -> Any:
@@ -249,7 +249,7 @@ def _compile_backward(
         labelled = ranks.attempt("reading the backward graph", lambda: _first_graph(graph, names, found, chosen))
         compiled = _start(labelled, found, chosen, given, ranks, watch, known)
         emitted = compiled.emit(labelled, inductor)
-    _models.insert(0, compiled)  # it has not run yet
+    _models.insert(0, compiled)  # first, because it has not run yet
     return compiled, emitted
 
 
@@ -315,7 +315,7 @@ def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[Com
 
 
 def _take_turn(compiled: CompiledModel) -> None:
-    """Switch to a plan, and move residuals to it from the model's plans that ran since."""
+    """Make a plan the current plan, and move residuals to it from the model's plans that ran since."""
     if compiled not in _models or _models[-1] is compiled:  # not in _models: closed, so running it raises
         return
     place = _models.index(compiled)

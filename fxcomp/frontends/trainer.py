@@ -31,11 +31,11 @@ except ImportError as error:
     raise ImportError(f"FxcompCallback needs {error.name}.\n  pip install 'fxcomp[trainer]'", name=error.name) from None
 
 FILE = "fxcomp-rank{rank}.safetensors"
-"""File in each checkpoint folder with the tensors of `DdpHook.checkpoint`, one per rank."""
+"""Name of each rank's file with the tensors of `DdpHook.checkpoint`, in a checkpoint folder."""
 
 
 class FxcompCallback(transformers.TrainerCallback):
-    """Callback that registers a hook with the trainer's DistributedDataParallel. A single process has none.
+    """Callback that registers a hook with the trainer's DistributedDataParallel. A single process needs no hook.
 
     `trainer` is the owner of the callback; its `train` is patched to record the resumed checkpoint. `compress`,
     `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is the trainer's.
@@ -62,7 +62,7 @@ class FxcompCallback(transformers.TrainerCallback):
             self._note_folder(name)
 
     def _note_folder(self, name: str) -> None:
-        """Record the resumed checkpoint, which callbacks do not receive."""
+        """Patch a trainer's method to record `resume_from_checkpoint`, which callbacks do not receive."""
         method = getattr(self._trainer, name, None)
         if method is None:
             return
@@ -97,14 +97,13 @@ class FxcompCallback(transformers.TrainerCallback):
         self._model = weakref.ref(model)
 
     def _begins_at(self, args: Any, state: Any) -> Path | None:
-        """Return the checkpoint folder that training resumes from. In a custom loop, it is the last step's."""
+        """Return the checkpoint folder that training resumes from: the given folder, else the last step's folder."""
         given = cast("Any", get_last_checkpoint(args.output_dir)) if self._goes_on is True else self._goes_on
         if given:
             return Path(given)
         return _folder(args, state) if state.global_step else None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
-        """Add the hook's metrics to training logs and the trainer's history."""
         del args, control
         if self.hook is None or logs is None or "loss" not in logs:
             return
@@ -153,7 +152,7 @@ def _warn(text: str) -> None:
 
 
 def _saved_for_here(folder: Path) -> list[Any] | None:
-    """Read this rank's share of the files, for any number of ranks."""
+    """Read every `world_size`-th file from this rank's on: any number of ranks can resume."""
     files = _files(folder)
     if not files and dist.get_rank() == 0:
         _warn(f"{str(folder)!r} has no state of a hook:")

@@ -86,7 +86,6 @@ class WhatIf:
     """Micro-batches per step."""
 
     def check(self) -> None:
-        """Raise BadOption for invalid or contradictory options."""
         if self.accumulate < 1:
             raise BadOption(f"--accumulate is a number of micro-batches, 1 or more; it is {self.accumulate}")
         if self.step_ms is not None and not SHORTEST_STEP_MS <= self.step_ms <= LONGEST_STEP_MS:
@@ -114,9 +113,9 @@ def what_if(
 ) -> Explanation:
     """Predict the step of a job, with progress messages to `tell`.
 
-    Compute is measured on this machine. If a device is named or the costs come from another machine, compute time
-    follows from operation counts and a roofline. The job is unchanged, except for fresh optimizer state. Raises
-    BadOption, and the errors of compile_step if the optimizer's momenta cannot be exchanged.
+    If a device is named or the costs come from another machine, compute time follows from operation counts and a
+    roofline. The job is unchanged, except for fresh optimizer state. Raises BadOption, and the errors of compile_step
+    if the optimizer's momenta cannot be exchanged.
     """
     question.check()
     with imagining(question.device):
@@ -143,7 +142,7 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     if preset is not None:
         costs = preset.costs(question.compressors)
         workload = compiler.analyze(captured.graph, costs)
-    elif question.costs is not None and foreign:  # this job did not run there
+    elif question.costs is not None and foreign:  # of a machine where this job did not run
         costs = replace(question.costs, compute_error=max(question.costs.compute_error, ERROR))
         workload = compiler.analyze(captured.graph, costs)
     else:
@@ -220,7 +219,7 @@ def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], No
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms, choice: Choice) -> float | None:
     """Return the bandwidth between hosts, in Gbit/s, above which compression stops paying, if any.
 
-    The search reuses `choice` unless its prices come from measured collectives.
+    The search reuses `choice` unless `costs` has measured collectives.
     """
     if cluster.hosts == 1:
         return None
@@ -269,7 +268,7 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
 
 
 def capture_job(job: Job, device: str | None = None) -> tuple[Training, Captured]:
-    """Capture a job's step here, or retarget it to an accelerator."""
+    """Capture a job's step for this machine, or for the named accelerator."""
     clipped, scaler = (job.max_grad_norm, job.max_grad_value), options_of(job, BALANCED).scaler
     training = Training.of(job.model, job.loss_fn, job.optimizer, *clipped, scaler=scaler)
     with imagining(device):
@@ -353,7 +352,6 @@ def _threads(device: torch.device) -> str:
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
-    """Multiply all compute times of a workload by `factor`."""
 
     def times(of: Any, *names: str) -> dict[str, float]:
         return {name: getattr(of, name) * factor for name in names}

@@ -3,10 +3,10 @@
     0.05                    relative squared error of the whole gradient
     like("topk(0.01)")      error of this compressor on all gradients
     like("int4 > int4")     error of two shots
-    "balanced"              error of the mode's uniform reference
+    "balanced"              error of a reference strategy on all gradients
 
-Under a uniform setting vectors stay dense unless balanced mode would compress them; a mode's reference compresses all
-gradients. Without measured errors a mode's limit is a constant (`modes.py`).
+Under `like` vectors (biases, norms) stay dense unless balanced mode would compress them. Without measured errors a
+mode's limit is a constant (`modes.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Strategy
 
 POLLUTING_ERROR = 0.5
-"""Error above which error feedback sends values rarely and in bursts, like top-k. Sign (0.36) and low rank are below.
+"""Error above which error feedback sends an element rarely and then a large value (bursty), as in top-k. Sign (0.36)
+and low rank are below.
 """
 
 
@@ -46,16 +47,16 @@ def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gau
     """Return the relative squared error of a strategy, by default on Gaussian gradients.
 
     Gradients are assumed to be orthogonal between ranks: averaging keeps the relative error, and a second compression
-    adds its own. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2). Measured
-    errors of one gradient (`ErrorTable.error_of`) are used for the sum too.
+    adds its own. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2). Errors
+    measured on gradients (`ErrorTable.error_of`) are also used for their sums.
     """
     return float(strategy_errors(strategy, cluster, error_of))
 
 
 def strategy_errors(strategy: Strategy, cluster: Cluster, errors_of: Callable[[Compressor, int], Any]) -> Any:
-    """Return the errors of many gradients; `errors_of` returns an array.
+    """Return a strategy's errors on many gradients; `errors_of` returns an array.
 
-    Biased errors may exceed 1 in a table; the excess is added.
+    Biased errors may exceed 1 in a table. The excess is added.
     """
     kept: Any = 1.0
     grown: Any = 1.0
@@ -79,8 +80,8 @@ def _ranks_missing(held: Standing, cluster: Cluster) -> int:
 def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
     """Return the relative squared error of the whole gradient.
 
-    Gradients are weighted by their squares in the table, parts by their elements. Without a table all elements have
-    equal weight.
+    A gradient's weight is its sum of squares in the table, which its parts share by elements. Without a table all
+    elements have equal weight.
     """
     if not table.rows:
         elements = sum(bucket.elements for bucket in plan.buckets)
@@ -97,7 +98,7 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:
-    """Return the fraction of elements with bursty strategies, except where momenta are exchanged."""
+    """Return the fraction of elements that exchange gradients with bursty strategies."""
     elements = sum(bucket.elements for bucket in plan.buckets)
     at_gradients = [bucket for bucket in plan.buckets if bucket.at is ExchangePoint.GRADIENT]
     bursts = sum(bucket.elements for bucket in at_gradients if is_bursty(bucket.strategy, cluster))
@@ -105,7 +106,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether error feedback sends values rarely and in bursts."""
+    """Return whether error feedback sends an element rarely and then a large value."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False
@@ -124,7 +125,7 @@ _REFERENCES = {
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """Error limit of a plan; see `like`."""
+    """Error limit of a plan."""
 
     text: str
     """Number, mode's name, or uniform setting."""
@@ -142,7 +143,7 @@ class ErrorBudget:
         return _number_of(self.text) is None and self.text not in MODES
 
     def strategies(self, cluster: Cluster) -> tuple[Strategy, Strategy] | None:
-        """Return the reference's strategies for matrices and vectors; None for a number."""
+        """Return the strategies whose error is the limit, for matrices and vectors; None if a number is the limit."""
         if _number_of(self.text) is not None:
             return None
         if self.text in MODES:
@@ -171,7 +172,7 @@ class ErrorBudget:
 
 
 def like(setting: str) -> ErrorBudget:
-    """Return the error budget equal to a uniform `setting`: "topk(0.01)", "int4 > int4". Raise BadOption."""
+    """Return the error of a uniform `setting` as budget: "topk(0.01)", "int4 > int4". Raise BadOption."""
     if not isinstance(setting, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadOption(
             f"like(...) takes the text of a uniform setting; it is a {type(setting).__name__}.\n  {_EXAMPLES}"
@@ -189,7 +190,7 @@ def like(setting: str) -> ErrorBudget:
 
 
 def within_budget(within: object) -> ErrorBudget:
-    """Convert a mode's name, a number, or a result of `like`. Raise BadOption."""
+    """Build the budget of a mode's name, a number, or a result of `like`. Raise BadOption."""
     if isinstance(within, ErrorBudget):
         return within
     if isinstance(within, str):
@@ -219,7 +220,6 @@ class Budget:
     table: ErrorTable = ASSUMED
 
     def limit(self, shapes: Shapes, cluster: Cluster) -> float:
-        """Return the limit of the relative squared error."""
         return self.asked.limit_of(shapes, cluster, self.table)
 
 

@@ -1,7 +1,7 @@
 """The `compress=` argument of every frontend and of the command line, and a job's warm-up.
 
     "balanced"                             mode
-    "int8", "topk(0.01)", "plan.json"      plan: a compressor for all, a strategy, or a path
+    "int8", "topk(0.01)", "plan.json"      plan: a compressor for all matrices, a strategy, or a path
     Plan(...)                              plan
     Compress(within=like("topk(0.01)"))    all options
 
@@ -30,7 +30,7 @@ from fxcomp.plan.strategy import Strategy
 AUTO = "auto"
 
 WARM_SHARE, LEAST_WARM = 5, 20
-"""Default warm-up before exchanging momenta: 1/5 of the steps in int4, at least 20 (measured,
+"""Default warm-up before exchanging momenta: 1/5 of the steps in int4, at least 20 steps (measured,
 docs/where_the_mean_stands.md).
 """
 
@@ -40,8 +40,7 @@ class Warmup:
     """Warm-up steps of a job; none by default.
 
     `dense_steps` uncompressed steps come first, with zero residuals, then `int8_steps` with int8 in place of each
-    compressor except bf16 and f16, then `int4_steps` with int4. Each stage is compiled beforehand, because shapes are
-    static.
+    compressor except bf16 and f16, then `int4_steps` with int4.
     """
 
     dense_steps: int = 0
@@ -58,7 +57,7 @@ class Warmup:
         return bool(self.dense_steps or self.int8_steps or self.int4_steps)
 
     def stages(self, plan: Plan) -> dict[int, Plan]:
-        """Return the plan of each stage by the stage's first step; `plan` is the last."""
+        """Return the plan of each stage, keyed by the stage's first step; `plan` comes last."""
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
@@ -113,8 +112,8 @@ class Compress:
     """Options of gradient compression: a choice within an error budget, or a given plan.
 
     `within` bounds the error: a mode (`lossless`, `balanced`, `aggressive`, `lossy`), a relative squared error of the
-    whole gradient (`0.05`), or `like("topk(0.01)")`, the error of that setting applied everywhere. A mode offers its
-    own compressors, the other two every family.
+    whole gradient (`0.05`), or `like("topk(0.01)")`, the error of that setting applied everywhere. A mode allows
+    its own compressors, the other two allow all.
 
     `plan` replaces the choice: a compressor for all matrices (`"int8"`; biases and norms stay dense), a strategy's
     text, a saved plan's path, or a `Plan`.
@@ -238,12 +237,12 @@ class Compress:
 
     @cached_property
     def mode(self) -> Mode:
-        """Mode; balanced if none is named."""
+        """Mode named by `within`, else balanced."""
         return Mode(self.within) if isinstance(self.within, str) else Mode.BALANCED
 
     @property
     def point(self) -> ExchangePoint:
-        """Exchanged tensor; the gradient for `auto`."""
+        """Exchanged tensor: the gradient if `at` is `auto`."""
         return ExchangePoint.GRADIENT if self.at == AUTO else ExchangePoint(self.at)
 
     @property
@@ -253,7 +252,7 @@ class Compress:
 
     @property
     def chooses_point(self) -> bool:
-        """True if the choice compares the whole job with gradients and with momenta."""
+        """True if the search compares the job's time with gradients and with momenta."""
         return self.may_move and self.steps is not None
 
     @cached_property

@@ -3,7 +3,7 @@
     p = g + e            input of the compressor: gradient plus residual
     e <- p - C(p)        residual after the payload C(p)
 
-A residual has the gradient's unit, one fp32 value per element and rank. The optimizer gets the mean of the payloads.
+A residual is one fp32 value per element and rank, in the gradient's unit. The optimizer gets the mean of the payloads.
 Over all steps, payloads plus the last residual sum to the gradients (Stich et al. 2018, Karimireddy et al. 2019).
 """
 
@@ -44,15 +44,14 @@ BURST_SHARES = {
     UpdateKind.PLAIN: 1.0,
     UpdateKind.MOMENTUM: 1.0,
     UpdateKind.SECOND_MOMENT: 0.1,  # measured: 1 % is exceeded at 0.15 (char-LM) and 0.96 (logistic regression)
-    UpdateKind.TRUST_RATIO: 0.1,  # measured: at 0.22 and at 0.31
+    UpdateKind.TRUST_RATIO: 0.1,  # measured: 1 % is exceeded at 0.22 and 0.31
     UpdateKind.OTHER: 0.1,  # assumed: the strictest measured kind
 }
-"""Share of all elements that may arrive in bursts while the loss stays within 1 % of the dense loss.
+"""Fraction of all elements that may arrive in bursts while the loss stays within 1 % of the dense loss.
 
-Each entry is the largest measured share (1 % top-k, docs/error_budget.md) with which every seed of both tasks
-stays within 1 %. Linear updates are not limited here, because the error budget covers their delay, which fades: in 500
-steps of the char-LM momentum exceeded 1 % at 0.17 and plain SGD at 0.87; in 2,000 steps a share of 0.15 cost momentum
-0.1 % and AdamW 1.1 %.
+Each entry is the largest measured fraction (1 % top-k, docs/error_budget.md) with which every seed of both tasks stays
+within 1 %. Linear updates are not limited here, because the error budget covers their delay, which fades: with
+momentum the char-LM exceeded 1 % at 0.17 after 500 steps, and lost 0.1 % at 0.15 after 2,000 steps (AdamW: 1.1 %).
 """
 
 
@@ -62,7 +61,7 @@ def burst_share(kinds: Collection[UpdateKind]) -> float:
 
 
 def strictest(kinds: Collection[UpdateKind]) -> UpdateKind:
-    """Return the kind with the smallest share of bursts."""
+    """Return the kind that allows the smallest fraction in bursts."""
     return min(sorted(kinds, key=list(UpdateKind).index), key=BURST_SHARES.__getitem__)
 
 
@@ -75,7 +74,7 @@ class ErrorFeedback:
 
     `everywhere`: also for compressors with optional feedback, such as bf16 and int8, at the cost of one more pass.
 
-    `off`: no feedback. `allow_diverging`: accept refused plans. Both are for experiments with a given plan.
+    `off`: no feedback. `allow_diverging`: accept plans that `check_plan` rejects. Both need a given plan.
     """
 
     scale_with_lr: bool = False
@@ -179,7 +178,7 @@ def check_plan(
 
 
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
-    """Yield the bound compressors, because feedback may depend on the number of ranks."""
+    """Yield compressors bound to the ranks, because feedback may depend on their number."""
     for bucket in plan.buckets:
         route = route_of(bucket.strategy, bucket.shapes(shapes), cluster)
         yield from (leg.compressor for leg in route.slots)

@@ -28,7 +28,7 @@ def is_strategy(plan: str) -> bool:
 
 
 def strategy_named(plan: str) -> Strategy:
-    """Return the strategy of a text: `dense`, a one-shot compressor, or a strategy."""
+    """Parse `dense`, a compressor (used in one shot), or a strategy."""
     if plan == "dense":
         return DENSE
     return Strategy.parse(plan) if is_strategy(plan) else Strategy.flat(parse_compressor(plan))
@@ -40,7 +40,7 @@ def is_named(plan: Plan, text: str) -> bool:
 
 
 def check_is_plan(plan: object) -> None:
-    """Raise BadPlan or BadStrategy unless the value denotes a plan; opens no file."""
+    """Raise BadPlan or BadStrategy unless the value denotes a plan, without opening a file."""
     if isinstance(plan, str) and not is_path(plan):
         check_names_compressor(plan)
     elif not isinstance(plan, Plan | str | Path | None):
@@ -76,7 +76,7 @@ def asked_plan(plan: GivenPlan | None) -> str | None:
 
 
 def facts_of_plan(plan: Plan) -> dict[str, Any]:
-    """Return the facts that must agree on all ranks, the most helpful first."""
+    """Return the facts that must agree on all ranks, the most specific first."""
     facts = {
         f"the strategy of {name!r} in the plan": str(bucket.strategy)
         for bucket in plan.buckets

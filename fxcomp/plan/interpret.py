@@ -8,7 +8,7 @@
 State of a rank:
 
     summed      axes of the cluster along which gradients have been added
-    splits      collectives that have cut the bucket, innermost last: a rank holds a shard, or the root holds all
+    splits      collectives that cut the bucket, innermost last, so that a rank holds a shard, or the root everything
     compressor  encoding of the values; None if dense
 
 A strategy is legal if every step fits the state before it (`misfit`) and every rank ends with the dense mean, or with
@@ -31,10 +31,7 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 class Device(Enum):
-    """Device of a compressor. Without a GPU, `gpu` is the main thread and `cpu` the pool.
-
-    `main` and `pool` are aliases, printed without a GPU. Plans and digests contain `gpu` and `cpu` only.
-    """
+    """Device of a compressor. Without a GPU, `gpu` is the main thread and `cpu` the pool, printed `main` and `pool`."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -45,7 +42,7 @@ class Device(Enum):
 
 
 def without_gpu(text: str) -> str:
-    """Replace device names by those used without a GPU."""
+    """Replace device names for printing without a GPU."""
     return text.replace("@gpu", "@main").replace("@cpu", "@pool").replace(" on cpu", " on pool")
 
 
@@ -60,7 +57,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Step that computes a proposal; all ranks compress with its all_reduce (the agreement)."""
+    """Step that computes a proposal. An all_reduce of proposals gives the agreement, with which all ranks compress."""
 
     compressor: Compressor
     device: Device = Device.GPU
@@ -136,7 +133,7 @@ class Standing:
     proposed: Compressor | None = None
     """Compressor whose proposal is reduced next."""
     agreed: tuple[Compressor, Level] | None = None
-    """Compressor and level of the agreement."""
+    """Compressor and level of the agreement, until decompression."""
 
     @property
     def is_complete(self) -> bool:
@@ -144,12 +141,12 @@ class Standing:
 
     @property
     def is_mean(self) -> bool:
-        """True if a strategy may end with this state."""
+        """True if each rank holds the dense mean."""
         return self.is_complete and not self.splits and self.compressor is None
 
     @property
     def is_shards(self) -> bool:
-        """True if a strategy that ends as shards may end with this state."""
+        """True if each rank holds a dense shard of the mean."""
         is_dealt = bool(self.splits) and not any(split.kind.is_rooted for split in self.splits)
         return self.is_complete and is_dealt and self.compressor is None
 

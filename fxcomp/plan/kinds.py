@@ -13,7 +13,7 @@ from fxcomp.errors import Unsupported
 class Stream(Enum):
     """Queue whose work runs in order."""
 
-    COMPUTE = "compute"  # the device, with its compressors
+    COMPUTE = "compute"  # device work, with compressors
     INTRA = "intra"  # the links inside a host
     INTER = "inter"  # the links between hosts
     D2H = "d2h"
@@ -31,19 +31,19 @@ POOL = (Stream.CPU, Stream.CPU_ARRIVING)
 
 
 def wire_of(level: Level, hosts: int) -> Stream:
-    """Return a collective's stream; links between hosts limit a flat collective."""
+    """Return a collective's stream: INTER if it joins ranks of several hosts."""
     return Stream.INTRA if level is Level.INTRA or hosts == 1 else Stream.INTER
 
 
 class ElementType(StrEnum):
-    """Element type of gradients. Dense gradients are sent in it; compressors get fp32."""
+    """Element type of gradients. Dense gradients are sent in this type; compressors get fp32."""
 
     F32 = "f32"
     BF16 = "bf16"
     F16 = "f16"
     F64 = "f64"
 
-    __hash__ = str.__hash__  # Enum's own runs in Python
+    __hash__ = str.__hash__
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> ElementType:
@@ -93,31 +93,31 @@ class CollectiveKind(Enum):
     BROADCAST = "broadcast"
     POINT_TO_POINT = "point_to_point"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python
+    __hash__ = object.__hash__
 
     @property
     def gathers(self) -> bool:
-        """True if results are larger than inputs by the number of ranks."""
+        """True if the result holds the inputs of all ranks."""
         return self in (CollectiveKind.ALL_GATHER, CollectiveKind.GATHER)
 
     @property
     def deals(self) -> bool:
-        """True if every rank's tensor is distributed in equal parts."""
+        """True if every rank's tensor is distributed to all ranks."""
         return self in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 
     @property
     def splits(self) -> bool:
-        """True if each rank ends with a shard, or the root with everything."""
+        """True if each rank ends with a shard, or the root with all values."""
         return self in _JOINED_BY
 
     @property
     def is_rooted(self) -> bool:
-        """True if the root holds everything before or after."""
+        """True if only the root holds all values before or after."""
         return self in (CollectiveKind.REDUCE, CollectiveKind.GATHER, CollectiveKind.BROADCAST)
 
     @property
     def sums(self) -> bool:
-        """True if the network sums: needs dense values or linear payloads."""
+        """True if the collective adds its inputs: dense values or linear payloads."""
         return self in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
 
     @property
@@ -126,7 +126,7 @@ class CollectiveKind(Enum):
 
     @property
     def has_parts(self) -> bool:
-        """True if each rank owns a part of its own size; see `runtime/transfers.py`."""
+        """True if ranks may own parts of different sizes; see `runtime/transfers.py`."""
         return self not in (CollectiveKind.ALL_REDUCE, CollectiveKind.POINT_TO_POINT)
 
     @property
@@ -142,10 +142,10 @@ _JOINED_BY = {
 }
 
 IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
-"""Collectives of most plans, required of every backend. They are measured while compiling; an all_to_all only if the
-all_gather's time does not determine it.
+"""Collectives of most plans, required of every backend. They are measured while compiling, all_to_all only if its time
+does not follow from all_gather's.
 """
 
 
 ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with their own peak, prefixed by the element type: `bf16 attention`."""
+"""Kernels with their own peak throughput, named with the element type: `bf16 attention`."""

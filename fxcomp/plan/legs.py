@@ -1,8 +1,8 @@
 """Legs: the operations of a strategy for one bucket, cluster and rank. Also cuts a bucket into shards.
 
-    Encode   compress pieces of the bucket; lists the parts of parameters in each piece
-    Send     one collective, with each rank's part
-    Decode   mean of the payloads of each piece
+    Encode   compress the bucket's pieces; `segments` holds the sizes of parameters' parts in each piece
+    Send     run one collective
+    Decode   average the payloads of each piece
 
 `route.py` makes the legs.
 """
@@ -27,19 +27,19 @@ Piece = range
 """Range of a bucket's values."""
 
 
-# Cached: a search binds many strategies to the same bucket.
+# Cached, because a search tries many strategies on the same bucket.
 
 
 @lru_cache(maxsize=1024)
 def shards(edges: tuple[int, ...], piece: Piece, ranks: int, grain: int) -> list[Piece]:
-    """Cut a piece into one shard per rank; `edges` are the parameters' ends."""
+    """Cut a piece into one shard per rank. `edges` holds 0 and the parameters' ends."""
     borders = cut_points(segments_of(edges, piece), ranks, grain)
     return [range(piece.start + a, piece.start + b) for a, b in pairwise(borders)]
 
 
 @lru_cache(maxsize=16_384)
 def segments_of(edges: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
-    """Return the sizes of the parameters' parts in a piece."""
+    """Return the size of each parameter's part in a piece."""
     sizes: list[int] = []
     start, number = piece.start, bisect_right(edges, piece.start)
     while start < piece.stop:
@@ -56,9 +56,9 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
         0         0|1       1|2       2       cut points 0, 6, 11, 16
 
     A border lies between two parameters, or at a multiple of the grain from the start of the parameter that it cuts.
-    b_i is the allowed place nearest to i / parts of the whole; the lower place wins a tie. A shard differs from an
-    equal part by at most the grain and may be empty. If the grain is a compressor's block, no block belongs to two
-    shards.
+    b_i is the allowed border nearest to i / parts · sum(sizes), the lower of two equally near borders. A shard differs
+    from an equal part by at most the grain and may be empty. If the grain is a compressor's block, no block belongs to
+    two shards.
     """
     assert parts >= 1, f"a bucket is cut into one part or more, not {parts}"
     assert grain >= 1, f"a grain is one value or more, not {grain}"
@@ -67,7 +67,7 @@ def cut_points(sizes: Sequence[int], parts: int, grain: int) -> tuple[int, ...]:
 
 
 def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, range], ...]:
-    """Cut parameters by rows, as fully_shard does; return (parameter, elements) pairs, rank by rank.
+    """Cut parameters by rows, as fully_shard does; return (parameter index, element range), rank by rank.
 
     Every rank has the same number of rows; rows past a parameter's end are zeros.
     """
@@ -82,7 +82,7 @@ def row_shards(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[tuple[int, 
 
 def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> int:
     whole = edges[-1]
-    ideal = index * whole  # divided by parts
+    ideal = index * whole  # ideal border times parts
     if ideal == parts * whole:
         return whole
     segment = bisect_right(edges, ideal // parts) - 1  # last segment that starts here or before; not empty
@@ -93,7 +93,7 @@ def _nearest_place(edges: Sequence[int], index: int, parts: int, grain: int) -> 
 
 
 Cut = int | tuple[int, ...]
-"""Elements of each rank, or the number of equal parts."""
+"""Number of elements of each rank, or number of equal parts."""
 
 
 class Unit(NamedTuple):
@@ -116,7 +116,7 @@ class Encode:
     segments: tuple[tuple[int, ...], ...]
     unit: Unit
     place: int
-    """Index among the ranks that compress different values of the same elements."""
+    """Index of the rank among ranks that compress different values of the same elements."""
     is_proposal: bool = False
 
     @property
@@ -136,7 +136,7 @@ class Send:
     level: Level
     cut: Cut
     place: int
-    """Rank in the group."""
+    """Rank in the process group."""
     ranks: int
     """Group size; a group of one sends nothing."""
     itemsize: int
@@ -150,7 +150,7 @@ class Send:
         return self.cut if isinstance(self.cut, tuple) else ()
 
     def works_on(self, held: int) -> int:
-        """Return the bytes that determine the price: the largest part of a gather, else all held bytes."""
+        """Return the bytes that determine the price: `held`, or the largest of unequal joined parts."""
         return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
 
     @property
@@ -159,7 +159,7 @@ class Send:
         return bool(self.parts) and not self.kind.splits
 
     def leaves(self, held: int) -> int:
-        """Return the bytes held afterwards."""
+        """Return the bytes that the rank holds after the collective."""
         if not self.kind.has_parts:
             return held
         if self.kind.splits:
@@ -169,7 +169,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Reordering of `outer` rows of parts of these sizes: all rows of part 0, then all of part 1, ..."""
+    """Reordering of `outer` rows, each with parts of these sizes: part 0 of all rows first, then part 1, ..."""
 
     outer: int
     sizes: tuple[int, ...]
@@ -196,7 +196,7 @@ Leg = Encode | Send | Decode
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Legs of one bucket on one rank, cut after each collective."""
+    """Legs of one bucket on one rank, cut into stages after each collective."""
 
     scale: Fraction
     """Factor applied to gradients while packing."""
@@ -210,7 +210,7 @@ class Route:
 
     @property
     def packs_fp32(self) -> bool:
-        """True if a compressor, not a collective, reads the packed values."""
+        """True if values are packed as fp32, because a compressor reads them."""
         first = next((leg for leg in self.legs if not isinstance(leg, Send) or leg.ranks > 1), None)
         return isinstance(first, Encode)
 

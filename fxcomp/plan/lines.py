@@ -44,12 +44,12 @@ class BucketLine(NamedTuple):
     stream: Stream
     """Stream that runs the operation, or starts a collective."""
     size: int
-    """Bytes that determine the price. Pack and cast: mean of read and written. Copy and turn (reordering): moved.
-    Gather: one rank's part. Other collectives: the whole. Others: the result.
+    """Bytes that determine the price. Pack and cast: mean of bytes read and written. Copy and turn (reordering): bytes
+    moved. Gather: the largest input of a rank. Other collectives: the input. Others: the result.
     """
     leg: Leg | None = None
     of: Encode | None = None
-    """Encode leg of the payload or proposal; None if dense."""
+    """Encode leg of the payload or proposal; None for dense values."""
 
     @property
     def encode(self) -> Encode:
@@ -76,7 +76,7 @@ def lines_of(route: Route) -> Stages:
 
 
 def sent(stages: Stages) -> list[BucketLine]:
-    """Return the collectives in order; sizes may differ between ranks."""
+    """Return the lines of collectives in order; sizes may differ between ranks."""
     return [line for stage in stages for line in stage if line.kind in (LineKind.SEND, LineKind.AGREE)]
 
 

@@ -1,4 +1,4 @@
-"""Modes: a bucket's strategies, and the plan's error limit."""
+"""Modes: candidate strategies for a bucket, and a plan's error limit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Content(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Candidate: a compressor, or one for each of two shots, and the reason."""
+    """Candidate: one compressor (one shot) or two (two shots), and the reason to offer it."""
 
     first: str
     second: str | None
@@ -109,7 +109,7 @@ _LADDER = (
     *(Entry(f"topk({density})", "int4", "the same on many ranks") for density in _DENSITIES),
     *(Entry(f"sidco({density})", None, "the same, sooner") for density in (0.001, 0.01)),
 )
-"""Candidates under an error budget: every family, parameters a factor of 2 to 3 apart, as in error tables."""
+"""Candidates under an error budget: every family of compressors, with parameters that grow by factors of 2 to 3."""
 
 _LIMIT_AT_DENSE_LOSS = 0.028  # int4 in blocks of 128, both shots, all gradients
 _ERROR_LIMITS = {
@@ -124,7 +124,7 @@ FEWEST_FOR_TWO_SHOTS = 3
 
 
 def error_limit(mode: Mode) -> float:
-    """Return the plan's error limit."""
+    """Return the limit of a plan's relative squared error."""
     return _ERROR_LIMITS[mode]
 
 
@@ -152,7 +152,7 @@ def strategies_within(
 ) -> tuple[Strategy, ...]:
     """Return a bucket's strategies under an error limit.
 
-    Vectors are treated as in balanced mode up to its limit, above it as in lossy mode.
+    If `limit` is at most balanced mode's, vectors get only that mode's candidates.
     """
     is_gentle = limit <= error_limit(Mode.BALANCED)
     entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []
@@ -177,7 +177,7 @@ def _ways_of(entries: tuple[Entry, ...], cluster: Cluster, *, offload: bool) -> 
 
 @lru_cache(maxsize=1024)
 def worth_offering(offered: tuple[Strategy, ...], element_type: ElementType) -> tuple[Strategy, ...]:
-    """Replace casts that do not shorten the gradients' type by dense strategies."""
+    """Replace strategies whose cast does not shorten the gradients' type by dense strategies."""
     return tuple(dict.fromkeys(each.uncompressed if _is_no_shorter(each, element_type) else each for each in offered))
 
 

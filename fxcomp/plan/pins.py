@@ -25,8 +25,8 @@ from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
 
 MOST_STRATEGIES = 14
-"""Maximum number of pinned strategies. A search has at most 256 strands: per element type one for matrices, one for
-vectors, and one per pinned strategy.
+"""Maximum number of pinned strategies. A search has at most 256 strands (gradients that may share buckets): per element
+type one for matrices, one for vectors, and one per pinned strategy.
 """
 
 _SHOWN = 3  # names shown in an error
@@ -158,7 +158,7 @@ class Pins:
                 )
 
     def _check_shared(self, rule: Rule, name: str, first: str, *, is_alone: bool) -> None:
-        """Raise BadOption if a rule matches a second name but does not decide the tensor."""
+        """Raise BadOption if a rule matches a tensor's second name but does not decide its strategy."""
         if not rule.matches(name) or rule.matches(first):
             return
         decides = self.rule_for(first)
@@ -180,7 +180,6 @@ class Pins:
                 raise BadOption(f"pins[{rule.pattern!r}]={rule.text!r} does not fit the cluster: {error}") from None
 
     def facts(self) -> list[str]:
-        """Return the facts that must agree on all ranks, in order."""
         return [str(rule) for rule in self.rules]
 
     def to_json(self) -> list[list[str]]:

@@ -24,7 +24,7 @@ class ExchangePoint(Enum):
     """Tensor that the ranks average in a step."""
 
     GRADIENT = "gradient"
-    MOMENTUM = "momentum"  # in units of the root of a frozen second moment
+    MOMENTUM = "momentum"  # divided by the root of a frozen second moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class Bucket:
 
     @property
     def extents(self) -> tuple[range, ...]:
-        """Element range of each parameter in this bucket."""
+        """Range of each parameter's flattened elements in this bucket."""
         return tuple(range(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
 
     def shapes(self, whole: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-        """Return the shapes of the bucket's parts."""
+        """Return the shapes of the bucket's parts, from the shapes of whole parameters."""
         return [part_shape(whole[name], extent) for name, extent in zip(self.names, self.extents, strict=True)]
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def launch_order(depth: tuple[int, ...]) -> tuple[Launch, ...]:
-    """Return the schedule for these numbers of stages per bucket; see `Plan.schedule`."""
+    """Return the schedule for buckets with `depth[k]` stages; see `Plan.schedule`."""
     last, deepest = len(depth) - 1, max(depth, default=0)
     return tuple(
         Launch(region=min(turn, last), bucket=turn - stage, stage=stage)
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Elements of each parameter."""
+        """Number of elements of each parameter."""
         found = Counter[str]()
         for bucket in self.buckets:
             for name, size in zip(bucket.names, bucket.sizes, strict=True):
@@ -153,7 +153,6 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
-        """True if no bucket is compressed."""
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property
@@ -169,7 +168,7 @@ class Plan:
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
         """Return the plan that exchanges momenta in compressed buckets and in buckets that share a parameter with them.
 
-        Parameters in `staying` keep exchanging gradients, unless they share a bucket with the others.
+        Parameters in `staying` keep exchanging gradients, unless they share a bucket with a moved parameter.
         """
         compressed = {n for b in self.buckets if not b.strategy.is_dense for n in b.names}
         moved = {*self.moved, *(compressed - set(staying))}
@@ -179,7 +178,6 @@ class Plan:
         return self._at(points)
 
     def at_gradients(self) -> Plan:
-        """Return the plan that exchanges gradients in all buckets."""
         return self._at([ExchangePoint.GRADIENT] * len(self.buckets))
 
     def _at(self, points: Sequence[ExchangePoint]) -> Plan:
@@ -191,16 +189,16 @@ class Plan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
 
     def bucket_of(self, name: str) -> int:
-        """Return the index of the last bucket with a part of a gradient."""
+        """Return the index of the last bucket that holds a part of this gradient."""
         return max(k for k, bucket in enumerate(self.buckets) if name in bucket.names)
 
     def schedule(self) -> tuple[Launch, ...]:
         """Return the order in which stages start, a function of the plan alone.
 
-        Region k is the compute up to the last gradient of bucket k. After it stage 0 of bucket k starts, then stage 1
-        of bucket k-1, and so on, so that each collective overlaps one region. The remaining stages follow the last
-        region. The stage after the last collective is included only if the pool runs it, because the main thread would
-        have to wait.
+        Region k is the compute up to the last gradient of bucket k. After region k, stage 0 of bucket k starts, then
+        stage 1 of bucket k-1, and so on, so that each collective overlaps one region. The remaining stages follow the
+        last region. The stage after the last collective is included only if the pool runs it, because the main thread
+        would wait.
         """
         return launch_order(tuple(bucket.strategy.started_stages for bucket in self.buckets))
 
@@ -232,7 +230,7 @@ class Plan:
                     )
 
     def check_fits(self, cluster: Cluster) -> None:
-        """Raise BadPlan if a collective needs hosts or racks of equal size."""
+        """Raise BadPlan if a collective needs hosts or racks of equal size and the cluster's differ."""
         for number, bucket in enumerate(self.buckets):
             for held, step in zip(bucket.strategy.held, bucket.strategy.steps, strict=False):
                 if isinstance(step, Collective) and not _is_even(held, step, cluster):
@@ -249,7 +247,7 @@ class Plan:
         return Plan(tuple(replace(bucket, strategy=strategy) for bucket, strategy in pairs))
 
     def differs_in_parameters_only(self, other: Plan) -> bool:
-        """Return whether the plans differ in compressor parameters alone: one program can run both."""
+        """Return whether the plans differ in compressor parameters alone, so that one program can run both."""
         if len(self.buckets) != len(other.buckets):
             return False
         return all(
@@ -260,7 +258,6 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain data."""
         return {
             "version": 1,
             "buckets": [
@@ -295,7 +292,6 @@ class Plan:
             raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path`."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
@@ -334,7 +330,7 @@ def _is_even(held: Standing, step: Collective, cluster: Cluster) -> bool:
         case Level.INTRA:
             is_dense = step.kind in (CollectiveKind.REDUCE, CollectiveKind.BROADCAST)
             return cluster.is_even or is_dense
-        case Level.INTER:  # on uneven hosts only the first ranks take part; the others hold nothing
+        case Level.INTER:  # on uneven hosts only each host's first rank takes part
             return cluster.is_even or any(split.level is Level.INTRA for split in held.splits)
         case Level.RACK | Level.RACKS:
             return cluster.is_even and cluster.has_racks

@@ -20,11 +20,11 @@ class CollectivePrice:
     load: float = 0.0
     """Processors used."""
     overlap_speed: float = 1.0
-    """Relative speed while compute leaves no processor free."""
+    """Speed while compute leaves no processor free; 1 is the speed alone."""
 
 
 class Prices(Protocol):
-    """Prices in µs; sizes in bytes, or in elements if named so."""
+    """Prices in µs; `size` is in bytes."""
 
     @property
     def launch_us(self) -> float: ...
@@ -49,7 +49,7 @@ class Measure(Enum):
 
 
 class Size(int):
-    """Bytes of a bucket's values or of a compressor's output."""
+    """Bytes of a bucket's values or of a compressor's output, for a whole bucket (`is_whole`) or a part."""
 
     measure: Measure
     compressor: Compressor | None
@@ -72,7 +72,7 @@ class Size(int):
 
 
 class PriceQuestion(NamedTuple):
-    """Method of `Prices` and its arguments around the size."""
+    """Name of a method of `Prices`, and the arguments before and after the size."""
 
     method: str
     before: tuple[Any, ...] = ()

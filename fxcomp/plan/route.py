@@ -10,7 +10,7 @@
     Decode   slot 1, pieces [0, 25) [25, 50) [50, 75) [75, 100)
 
 Legs are lowered to nodes and priced. A *slot* is one compression of the bucket, with its own residual and state. A
-*piece* is a range of the bucket's values that is compressed by itself. Packing scales values such that the result is
+*piece* is a range of the bucket's values that is compressed separately. Packing scales values such that the result is
 the mean, because decoding averages payloads and the network only adds.
 """
 
@@ -80,7 +80,7 @@ class _Walk:
         self.extents = [range(self.edges[-1])]
         """Nested ranges: the bucket, then this rank's part after each split not yet joined."""
         self.rows: list[_RouteRow] = []
-        """Outermost dimension first."""
+        """Dimensions of the current payload, outermost first."""
         self.encoder: Encode | None = None
         self.slot = -1
         self.held = strategy.held
@@ -89,7 +89,7 @@ class _Walk:
         self.parts: dict[tuple[Piece, int], list[Piece]] = {}
         self.segments: dict[Piece, tuple[int, ...]] = {}
         self.payloads: dict[tuple[int, ...], int] = {}
-        """Payload elements by segments."""
+        """Payload elements of a piece, by its segments."""
         self.counts = self._counts()
         self.scale = self._scale()
         self.weight = 1 / (self.scale * cluster.world_size)
@@ -105,7 +105,7 @@ class _Walk:
         return Route(self.scale, whole, tuple(map(tuple, stages)), self.element_type)
 
     def _counts(self) -> dict[Collective, int]:
-        """Return each collective's number of ranks; after a rooted collective, in the root's group."""
+        """Return each collective's group size; after a rooted collective, that group is the root's."""
         counts: dict[Collective, int] = {}
         at = self.rank
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -145,7 +145,7 @@ class _Walk:
     # Compressing
 
     def _dealt_later(self, number: int) -> list[Collective]:
-        """Return the splits of a payload before it is decoded. Each part must be compressed as a separate payload."""
+        """Return the collectives that split a payload before it is decoded: each part must be a separate payload."""
         found: list[Collective] = []
         for step in self.strategy.steps[number + 1 :]:
             if isinstance(step, Decompress):
@@ -180,7 +180,7 @@ class _Walk:
 
     def _shapes(self, extent: Piece) -> Sequence[Sequence[int]]:
         if extent == range(self.edges[-1]):
-            return [shape for shape in self.shapes if math.prod(shape)]  # as in segments
+            return [shape for shape in self.shapes if math.prod(shape)]  # segments omit empty parameters too
         return [(size,) for size in self._segments(extent)]
 
     def _ranks_missing(self, held: Standing) -> int:

@@ -7,7 +7,7 @@
     propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world > decompress@gpu
     compress(int4)@gpu > all_to_all@world > decompress@gpu > shards
 
-The last one leaves each rank a shard, for fully_shard; all others end with whole gradients. docs/strategies.md has
+The last strategy leaves each rank a shard, for fully_shard; all others end with whole gradients. docs/strategies.md has
 pictures. `interpret.py` defines which steps fit together.
 """
 
@@ -39,7 +39,7 @@ from fxcomp.plan.kinds import CollectiveKind
 class ByLevel:
     """Levels of a hierarchical strategy: dense sums over `inner`, innermost first, then `outermost`.
 
-    `rooted`: the first rank of each group gets the whole sum, which uneven hosts need.
+    `rooted`: the first rank of each inner group gets the whole sum, as uneven hosts need.
     """
 
     inner: tuple[Level, ...]
@@ -76,12 +76,11 @@ class Strategy:
 
     @property
     def held(self) -> tuple[Standing, ...]:
-        """States before each step and at the end."""
+        """State of the bucket before each step and at the end."""
         return interpret(self.steps, self.ends_as_shards)
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """Compressors in the order of the steps."""
         return tuple(step.compressor for step in self.steps if isinstance(step, Compress))
 
     @property
@@ -119,7 +118,7 @@ class Strategy:
 
     @property
     def pool_takes_arrivals(self) -> bool:
-        """True if the pool launches the last collective and decompresses its result: the main thread does not wait."""
+        """True if the pool launches the last collective and decompresses its result."""
         sent = [step.device for stage in self.stages[:-1] for step in stage if not isinstance(step, Collective)]
         arrived = [step.device for step in self.stages[-1] if not isinstance(step, Collective)]
         return sent[-1:] == [Device.CPU] and arrived[:1] == [Device.CPU]
@@ -156,7 +155,6 @@ class Strategy:
             )
 
     def differs_in_parameters_only(self, other: Strategy) -> bool:
-        """Return whether the strategies differ in compressor parameters alone."""
         is_alike = len(self.steps) == len(other.steps) and self.ends_as_shards == other.ends_as_shards
         return is_alike and all(map(_is_retuned, self.steps, other.steps))
 
@@ -191,7 +189,7 @@ class Strategy:
     ) -> Strategy:
         """Return a strategy that reduces shards, compressed by `first`, then gathers them, compressed by `second`.
 
-        By level, both shots are between hosts. Sums inside a host are dense; the second shot's payloads are forwarded.
+        With levels, shots are between hosts, sums inside a host are dense, and hosts forward the second payloads.
         """
         deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, by.outermost)
         share = [Collective(CollectiveKind.ALL_GATHER, by.outermost), *by.joins]

@@ -10,7 +10,7 @@ SAMPLED = "sampled"
 NEVER = "never"
 
 OFTEN = 500
-"""Largest interval of the sample, in steps: an eager step takes as long as two or three."""
+"""Largest interval of the sample, in steps: an eager step takes as long as two or three compiled steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class VerifiedSteps:
     """Verified steps of a job, counted from 0; equal on every rank."""
 
     every: int | None = 0
-    """Interval; 0 for none, None for a sample that thins out to one in `OFTEN`."""
+    """Interval in steps; 0 for no steps, None for a sample that thins out to one step in `OFTEN`."""
 
     @classmethod
     def parse(cls, option: object) -> VerifiedSteps:

@@ -4,9 +4,9 @@
     fc.weight           2 MB           1 atom
 
 A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
-not overlap. If all stages take S, the longest stage M and a message o, C chunks take S/C + (C-1)/C · M + C · o. Four
-chunks save three quarters of the possible time; more slow the search down. The search joins atoms if messages are
-expensive.
+not overlap. If all stages take time S, the longest stage M and a message's latency o, C chunks take
+S/C + (C-1)/C · M + C · o. Four chunks save three quarters of the possible time; more would slow the search down. The
+search joins atoms if messages are expensive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGE_SHARE = 0.25
 """Fraction of all bytes below which a gradient is not cut."""
 
 CHUNK = 4 << 20
-"""Bytes of a chunk, unless more than MOST chunks result."""
+"""Bytes of a chunk; larger if more than MOST chunks would result."""
 
 MOST = 4
 
@@ -56,7 +56,7 @@ class Atom:
 
     @property
     def is_last(self) -> bool:
-        """True if the atom ends its gradient, and so includes the update."""
+        """True for a gradient's last atom, which includes the update."""
         return self.extent.stop == self.gradient.elements
 
 
@@ -73,8 +73,8 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
 def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
     """Join a bucket's atoms into gradients and parts of gradients, each with its range of elements.
 
-    The last part includes the update and the copy that joins all parts. Sizes that are no multiple of 16 bytes come
-    last, to keep the others aligned.
+    The last part includes the update and the copy that joins all parts. Gradients whose bytes are no multiple of
+    16 come last, to keep the others aligned.
     """
     found: list[tuple[Gradient, range]] = []
     for _, group in groupby(atoms, attrgetter("number")):

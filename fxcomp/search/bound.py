@@ -1,19 +1,19 @@
-"""Prove a lower bound on the step of every plan of a workload.
+"""Prove a lower bound on the step time of every plan of a workload.
 
 A bucket with strategy o and n elements occupies stream s for at least a(o,s) + n r(o,s) (see `least_work`). For any
 buckets, and any sharing of processors, which only slows work down:
 
-- compute runs backward, all updates and its work for all buckets in sequence. The step takes at least
-  backward + updates + a + Σ n r: at least one bucket costs a, and each element costs r of its strategy;
-- buckets launch when their last gradient is ready, so other streams start work for gradients from k on after k is
-  ready. The step takes at least ready(k) + a + Σ n r over these gradients + the tail, compute's work after the last
+- the compute stream runs backward, all updates and work for all buckets in sequence. The step takes at least
+  backward + updates + a + Σ n r, because there is a bucket, which costs a, and each element costs r of its strategy;
+- buckets launch when their last gradient is ready, so other streams start work for gradient k and later ones after k
+  is ready. The step takes at least ready(k) + a + Σ n r over these gradients + the tail, compute work after the last
   collective. Buckets' tails run in order, so the last gradient's tail follows all of them.
 
 The step is at least any weighted mean of these sums, with weights λ(s) that add up to 1. In this mean an element with
 strategy o costs Σ λ(s) r(o,s). The squared error must stay below a budget E, so for any price μ >= 0 of error, the mean
-is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and likewise for the limit of bursty elements. All λ, μ
-and k give a bound; a numerical search maximizes it. The step is also at least the time until any single gradient has
-been updated.
+is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and likewise for the limit of bursty elements
+(`is_bursty`). All λ, μ and k give a bound; a numerical search maximizes it. The step is also at least the time until
+any single gradient has been updated.
 
 The bound holds for every plan that `choose` may return: buckets of gradients, or of parts of large gradients, with the
 mode's strategies.
@@ -68,7 +68,7 @@ class _BoundKind:
 
     gradients: tuple[int, ...]
     is_cut: bool
-    """True if their parts may be in several buckets."""
+    """True if parts of a gradient may be in several buckets."""
     rates: Numbers
     """µs per element, shape [strategies, streams]."""
     is_allowed: NDArray[np.bool_]
@@ -194,7 +194,6 @@ class _Bound:
         return workload.gradients[number].update_us
 
     def _firsts(self) -> list[int]:
-        """Return values of k, evenly spaced by elements."""
         total, found = self.elements.sum(), [0]
         gone = 0.0
         for number, elements in enumerate(self.elements):
@@ -224,7 +223,7 @@ class _BoundSums:
             self.rows.append((float(before), float(after), kind.rates, kind.is_allowed))
 
     def us(self, weights: dict[int, float]) -> float:
-        """Return the bound. Streams' weights are relative to compute's, which is 1."""
+        """Return the bound in µs. Streams' weights are relative to compute's, which is 1."""
         bound = self.bound
         whole = 1.0 + sum(weights[stream] for stream in bound.used)
         full = np.zeros(len(STREAMS))
@@ -249,7 +248,7 @@ class _BoundSums:
         return float(us) + _cheapest(fixed, later, np.array(counts))
 
     def best_at(self, weights: dict[int, float], name: int, least: float) -> tuple[float, float]:
-        """Search one weight, on a logarithmic scale, coarse to fine."""
+        """Search one weight on a logarithmic scale; return the best bound and the weight."""
 
         def at(value: float) -> float:
             return self.us({**weights, name: value})
@@ -265,9 +264,9 @@ class _BoundSums:
 
 
 def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
-    """Bound the time of `counts` elements of each kind over all sets of strategies.
+    """Return a lower bound on the time of `counts` elements of each kind, for any set of strategies.
 
-    Each strategy of a set adds its fixed time at least once; three or more add at least the three lowest.
+    Each strategy of a set adds its fixed time at least once; three or more strategies add at least the three lowest.
     """
     least = float(counts @ rates.min(axis=1))
     one = float((fixed + counts @ rates).min())

@@ -5,7 +5,7 @@ the collective and decompressing. On a GPU the modules share one wire with the a
 
     end_k = max(ready_k, end_{k-1}) + own_k          updates follow the last end
 
-With gloo a rank waits for each module, so its time adds to compute. All strategies end with shards.
+With gloo a rank waits for each module's collective, so own_k adds to compute. All strategies end with shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROUNDS = 3
 
 
 def can_scatter(compressor: Compressor) -> bool:
-    """Return whether a compressor works on any part of a gradient: no agreement, state or whole matrix."""
+    """Return whether a compressor works on any part of a gradient, without agreement, state or whole matrices."""
     facts = compressor.facts
     return facts.agreement is None and not compressor.has_state and not facts.needs_whole_parameters
 
@@ -128,7 +128,7 @@ class _Pricing:
         self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
 
     def own_us(self, number: int, strategy: Strategy) -> float:
-        """Return the total time of a module's tasks, and of the gather of its parameters if that shares the wire."""
+        """Return the time of a module's tasks, plus the gather of its parameters if that shares the wire, in µs."""
         us = sum(task.duration_us for task in self._tasks(number, strategy))
         if self._overlaps:
             gather = f"{CollectiveKind.ALL_GATHER.value} "
@@ -238,7 +238,7 @@ class _Search:
         return best
 
     def _gentler(self, best: list[Strategy]) -> list[Strategy]:
-        """Minimise each module's error without lengthening the step."""
+        """Minimize each module's error without lengthening the step."""
         best_us = self._step_us(best)
         for k in sorted(range(len(best)), key=lambda k: self._own_us[k][SCATTERED]):
             for strategy in sorted(self._offered[k], key=lambda strategy: self._lost(k, strategy)):

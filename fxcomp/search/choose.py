@@ -41,7 +41,7 @@ _IN_FULL = 2  # maximum number of searches continued by `in_full`
 _NEAR = 0.02  # relative: `in_full` skips searches slower than the best by more
 _FAR = 0.1  # relative: bf16 plans slower by more are not priced exactly
 _UNIFORM = 4  # uniform plans offered to the race
-_ALTERNATIVES = 24  # alternatives in all, at least one per bucket
+_ALTERNATIVES = 24  # total number of alternatives, at least one per bucket
 _FLIP_RATIO = 1.2  # ratio of bandwidths at which the bisection ends
 
 
@@ -69,7 +69,7 @@ class Choice:
     error: float
     """Expected relative error of a predicted step time."""
     alternatives: tuple[tuple[Alternative, ...], ...]
-    """The fastest other strategies of each bucket."""
+    """Fastest other strategies of each bucket."""
     runners: tuple[Runner, ...] = ()
     """Plans to time in training steps (a race), the shortest prediction first."""
     pins: Pins = NO_PINS
@@ -142,7 +142,7 @@ class Choice:
 def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms | Mode) -> Choice:
     """Choose a plan. A mode stands for `Terms(mode)`.
 
-    Every compared plan has the pinned strategies; the "dense" plan compresses nothing else.
+    The "dense" plan compresses only pinned gradients.
     """
     terms = terms if isinstance(terms, Terms) else Terms(terms)
     prices = StepPrices(workload, costs, cluster)
@@ -174,7 +174,7 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms 
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
-    """Yield plans of one strategy and step times, fastest first, each with a smaller error than all before."""
+    """Yield plans of one strategy with step times in µs, fastest first, each with a smaller error than all before."""
     starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
     for found in sorted(starts, key=lambda each: each.value):
@@ -185,7 +185,7 @@ def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, f
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best plan of a kind, priced exactly, and its search."""
+    """The fastest plan, dense or any, priced exactly, and its search."""
 
     plan: Plan
     step_us: float
@@ -221,7 +221,6 @@ def _priced(found: Found, search: PlanSearch) -> Best:
 
 
 def _alternatives(best: Best) -> tuple[tuple[Alternative, ...], ...]:
-    """Return the fastest other strategies of each bucket."""
     told = max(1, _ALTERNATIVES // max(1, len(best.plan.buckets)))
     more_us = best.step_us - best.found.value.us
     return tuple(
@@ -248,7 +247,7 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
 
 
 def bf16_everywhere(prices: StepPrices, pins: Pins = NO_PINS) -> Plan:
-    """Build the fastest plan of bf16 everywhere except for pins."""
+    """Build the fastest plan that sends all gradients except pinned ones in bf16."""
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     bf16 = _bf16_strategies(cluster, offload=offload) or strategies(Mode.LOSSLESS, cluster)
     groupings = [{Content.MATRICES: bf16, Content.VECTORS: bf16}, {Content.MIXED: bf16}]

@@ -16,7 +16,7 @@ from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
 JUDGED_STEPS = 1000
-"""Number of steps with which the cost of a race is compared."""
+"""The cost of a race is compared with the time of this number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Raced:
     winner: int
     first_step: int
     last_step: int
-    """Steps done at the end of the race."""
+    """Number of steps done when the race ended."""
     cost_ms: float
     """Time of the race minus the time of the same number of steps under the winner, in ms."""
 
@@ -38,17 +38,17 @@ class Raced:
 
     @property
     def when(self) -> str:
-        """Return the race's `steps 2 to 21`, counted from 0."""
+        """Steps of the race as text, `steps 2 to 21`, counted from 0."""
         return f"steps {self.first_step} to {self.last_step - 1}"
 
     @property
     def what(self) -> str:
-        """Return `3 plans`, or `2 plans at the momentum`."""
+        """Raced plans as text: `3 plans`, or `2 plans at the momentum`."""
         return f"{len(self.runners)} plans{' at the momentum' if self.stays.plan.moves_exchange else ''}"
 
     @property
     def share(self) -> float:
-        """Cost / time of 1,000 steps of the winner."""
+        """Cost divided by the time of 1,000 steps of the winner."""
         ms = self.stays.measured_ms
         return self.cost_ms / (JUDGED_STEPS * ms) if ms else 0.0
 
@@ -64,7 +64,7 @@ class Raced:
 
     @property
     def verdict(self) -> str:
-        """Return as text: `dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed (predicted 81.2)`."""
+        """Result as text: `dense stays with 36.1 ms a step; predicted best 37.9, bf16 not timed (predicted 81.2)`."""
         if self.stays.measured_ms is None:
             return f"{self.stays.name} stays, because no step was timed by all ranks"
         others = ", ".join(_with_time(runner) for k, runner in enumerate(self.runners) if k != self.winner)
@@ -73,7 +73,7 @@ class Raced:
 
     @property
     def rule_that_decided(self) -> str:
-        """Reason why the runner with the lowest time does not stay; empty if it does."""
+        """Reason why the runner with the lowest time does not stay; empty if it stays."""
         timed = [(runner.measured_ms, runner) for runner in self.runners if runner.measured_ms is not None]
         lowest_ms, lowest = min(timed, key=lambda each: each[0], default=(math.inf, self.stays))
         stays_ms = self.stays.measured_ms
@@ -126,7 +126,7 @@ class Decision:
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:
-        """Return `choose.flip_gbit`, cached; None without a choice or between hosts."""
+        """Return `choose.flip_gbit`, cached; None without a choice or with one host."""
         if self.choice is None or cluster.hosts == 1:
             return None
         if not self._flips:
@@ -136,7 +136,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlanMove:
-    """An adaptation of the plan, or the decision against it: plain data, equal on all ranks."""
+    """An adaptation of the plan, or the decision against it."""
 
     step: int
     why: str

@@ -1,7 +1,7 @@
 """Predict the time of whole jobs, to compare exchanging gradients and momenta.
 
-gradients   1 stage                     steps * step
-momenta     warm-up, then the plan      warm * warm-up's step + (steps - warm) * step
+gradients   one plan                    steps · step time
+momenta     warm-up, then the plan      warm-up steps · their time + other steps · their time
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Exchanged:
     gradients_us: float
     momenta_us: float
     pays_from: int | None
-    """Number of steps from which momenta shorten the job; None if none."""
+    """Smallest number of steps with which momenta shorten the job; None if there is none."""
 
     @property
     def pays(self) -> bool:
@@ -70,7 +70,7 @@ LONGEST = 10_000_000
 
 
 def first_that_pays(pays: Callable[[int], bool]) -> int | None:
-    """Return the smallest number of steps that pays; None above LONGEST. `pays` must be monotonic."""
+    """Return the smallest number of steps for which the monotonic `pays` is true; None above LONGEST."""
     high = 1
     while not pays(high):
         high *= 2

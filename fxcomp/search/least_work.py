@@ -1,9 +1,9 @@
 """Bound the work of a bucket from below by a linear function: a fixed time plus a time per element.
 
 Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. The bound a + r x,
-with a >= 0, equals the price at the largest size. If it is below the price at every break, it is below it everywhere.
-Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard may be one
-grain smaller than its share; the time of a grain is subtracted from a.
+with a >= 0, equals the price at the largest size. A bound below the price at every break of slope is below it
+everywhere. Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard
+may be one grain (a compressor's block) smaller than an equal part, so the time of a grain is subtracted from a.
 
 The bound omits host copies, casts, transposes and commits.
 """
@@ -25,7 +25,7 @@ from fxcomp.plan.strategy import Device, Strategy
 
 _CANONICAL = ((1 << 15, 1 << 15),) * 16  # so large that rounding up is negligible
 _ROUNDED = 8  # maximum number of grains by which a shard is rounded up
-_JUST_BELOW = 1 - 1e-9  # factor for a break's price before its jump
+_JUST_BELOW = 1 - 1e-9  # factor for the size just before a break, where the price may jump
 
 STREAMS = tuple(Stream)
 COMPUTE = STREAMS.index(Stream.COMPUTE)
@@ -68,15 +68,15 @@ class LeastWork:
     cluster: Cluster
     elements: int
     itemsize: int = 4
-    """Largest bytes per element."""
+    """Bytes per element of the largest type."""
     known: dict[object, Line] = field(default_factory=dict[object, Line])
 
     def of(
         self, strategy: Strategy, element_type: ElementType, shape: Sequence[int] | None = None, *, is_cut: bool = False
     ) -> Least:
-        """Bound buckets of a type with this strategy; `shape` is the gradient's, if payloads depend on it.
+        """Bound buckets of an element type with this strategy; `shape` is the gradient's, if payloads depend on it.
 
-        With `is_cut` proposals are sent for free, because parts of a gradient may be too small to need them.
+        With `is_cut` proposals are sent for free, because parts of a gradient may be too small to need proposals.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster, element_type=element_type)
@@ -94,7 +94,7 @@ class LeastWork:
 
 
 class _LeastWorkWriter:
-    """Sums the bounds of a bucket's lines, of the kinds in `_BOUNDS`."""
+    """Sums the bounds of a bucket's operations (lines), by the methods in `_BOUNDS`."""
 
     def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
@@ -106,7 +106,7 @@ class _LeastWorkWriter:
         self.leading = strategy.leading_splits
         """Number of remaining splits of dense values, which may cut at any element."""
         self.short = 0
-        """Elements by which a shard may be smaller than its share."""
+        """Elements by which a shard may be smaller than an equal part."""
         self.fixed, self.rates = [0.0] * len(STREAMS), [0.0] * len(STREAMS)
         self.tail = (0.0, 0.0)
 
@@ -161,9 +161,9 @@ class _LeastWorkWriter:
         self.fixed[STREAMS.index(line.stream)] += self.costs.launch_us
 
     def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
-        """Add the bound `line` of one operation, converted from bytes or elements of `size` to elements of a bucket.
+        """Add one operation's bound `line`, a function of `size`, as a function of the bucket's elements.
 
-        Rounding may make an operation's size smaller than proportional, by at most `short`.
+        Rounding may make `size` smaller than proportional to the elements, by at most `short`.
         """
         fixed, rate = line[0] - line[1] * short, line[1] * size / self.elements * self.rounded
         if fixed < 0:

@@ -48,12 +48,12 @@ class Losses:
         return found
 
     def of(self, strategy: Strategy, numbers: Sequence[int] | None = None) -> float:
-        """Return the error of gradients, in elements; of all by default."""
+        """Return the error of gradients (default: all), in elements."""
         lost = self.weights * self.errors(strategy)
         return float(lost.sum() if numbers is None else lost[list(numbers)].sum())
 
     def sums(self, atoms: Sequence[Atom], borders: Sequence[int], strategies: Sequence[Strategy]) -> Numbers:
-        """Return prefix sums of each strategy's error at the borders, shape [borders, strategies]."""
+        """Return each strategy's error on the atoms before each border, shape [borders, strategies]."""
         numbers = [atom.number for atom in atoms]
         shares = np.array([atom.elements / max(1, atom.gradient.elements) for atom in atoms])
         weights = self.weights[numbers] * shares if atoms else np.zeros(0)

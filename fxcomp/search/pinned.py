@@ -1,6 +1,6 @@
-"""Group pinned gradients into strands, which share no buckets, with the strategies of their rules.
+"""Group pinned gradients by rule into strands, which share no buckets.
 
-Their error counts toward the limit. If they alone exceed it, everything else stays dense.
+Errors of pinned gradients count toward the limit. If they alone exceed it, all other gradients stay dense.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PinnedStrand:
     """Gradients that share buckets only with each other, and the strategies of these buckets."""
 
     text: str
-    """The compressor or strategy in the rules."""
+    """Compressor or strategy in the rules."""
     strategies: tuple[Strategy, ...]
     names: Collection[str]
     elements: int
@@ -38,7 +38,7 @@ class Pinned:
     lost: float = 0.0
     """Largest possible error of the pinned gradients, in elements."""
     bursting: float = 0.0
-    """Largest number of their elements sent as rare large values (bursty)."""
+    """Largest number of pinned elements with bursty strategies (rare large values)."""
     strand_of: dict[str, PinnedStrand] = field(default_factory=dict[str, PinnedStrand])
 
     @classmethod

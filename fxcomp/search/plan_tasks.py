@@ -64,7 +64,7 @@ class StepPrices:
         return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
 
     def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Return a price in µs by size. Collectives on shared processors have three (`_processor_us`, `_beside_us`)."""
+        """Return a price in µs by size; for collectives on processors also processor time and time during compute."""
         known = self._curves.get(question)
         if known is None or known[0].sizes[-1] < largest:
             prices: list[Callable[[float], float]] = [partial(self._us, question)]
@@ -111,7 +111,6 @@ class StepPrices:
 
 
 def plan_tasks(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluster) -> tuple[Task, ...]:
-    """Return the tasks of a plan's emitted step."""
     return tuple(StepPrices(workload, costs, cluster).tasks(plan))
 
 
@@ -122,7 +121,7 @@ def ready_times(workload: Workload, plan: Plan) -> list[float]:
 
 
 def handing_out(host_us: float) -> list[Task]:
-    """Return the host task that launches the step."""
+    """Return the task of the host that launches the step."""
     return [Task("hand out", Stream.HOST, host_us)] if host_us else []
 
 
@@ -246,7 +245,7 @@ class BucketWriter:
         return (*first, *(task for line in self.lines[number] for task in _TASKS[line.kind](self, line)))
 
     def final(self, *, is_started: bool) -> tuple[Task, ...]:
-        """Return the tasks after all stages. Pool tasks and copies to the device follow backward."""
+        """Return the tasks after all stages. Pool tasks and copies to the device wait for backward."""
         lines = (*(() if is_started else self.lines[-2]), *self.lines[-1])
         return tuple(
             replace(task, after=(*task.after, END_OF_BACKWARD)) if task.stream in (*POOL, Stream.H2D) else task

@@ -22,9 +22,10 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.workload import Workload
 
 LEAST_KEPT = 0.5
-"""Minimum part of a gradient that a strategy keeps, as a fraction of 1 - limit, the part that the whole plan keeps.
+"""Minimum of (1 - error of a strategy) / (1 - error limit of the plan).
 
-Error feedback delays the rest by a time that grows as 1 / kept, and no layer may wait for thousands of steps.
+Error feedback delays the omitted part by a time that grows as 1 / (1 - error), and no layer may wait for thousands of
+steps.
 """
 
 
@@ -39,7 +40,7 @@ class Terms:
     share: float = 1.0
     """Fraction of the limit that may be used."""
     at: ExchangePoint = ExchangePoint.GRADIENT
-    """Exchanged tensor. Plans for momenta have no error limit, because a residual enters the mean a step later."""
+    """Exchanged tensor. Plans for momenta have no error limit, because a residual enters the next exchange."""
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
@@ -94,27 +95,27 @@ Choices = Mapping[Content, tuple[Strategy, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The set of plans to search."""
+    """Set of plans to search."""
 
     choices: Choices
     bounds: Bounds = NO_BOUNDS
     cuts: bool = True
-    """Cut large gradients into atoms.
+    """True to cut large gradients into atoms.
 
-    A bucket's size is the sum over its atoms, which overestimates the factors of a matrix that is joined from several.
+    Payload sizes are sums over atoms, which overestimates the low-rank factors of a matrix cut into several atoms.
     """
     pinned: Pinned = NOTHING_PINNED
     losses: Losses | None = None
-    """Errors of strategies; None stands for Gaussian errors."""
+    """Errors of strategies; None for Gaussian errors."""
     prices_errors: bool = False
-    """Search for the price of error at which the limit saves most."""
+    """True to search for the price of error with which a plan within the limit is fastest."""
 
 
 def questions_of(prices: StepPrices, terms: Terms) -> list[Question]:
     """Build the questions: vectors in their own buckets or together with matrices, large gradients cut or whole.
 
     If latency dominates, one bucket fewer can save more than precise vectors or overlap. Pinned gradients have their
-    own buckets. If the error of pinned gradients exceeds the limit, all other gradients are dense.
+    own buckets.
     """
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     losses, limit = terms.losses(workload, cluster), terms.limit(workload, cluster)

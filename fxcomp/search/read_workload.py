@@ -85,7 +85,7 @@ def _blocks(node: Node) -> bool:
 def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
     """Read sizes, ready times and update times, in ready order, from a graph with costs and without buckets.
 
-    `feed_us` is the time before the first node.
+    `feed_us` is the time before the first node, in µs.
     """
     ready: dict[Node, float] = {}
     clock = feed_us
@@ -131,7 +131,7 @@ def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) ->
 
 
 _BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
-"""Roles whose time counts as compute, also exchanges, which interrupt it."""
+"""Roles of nodes whose time counts as compute, including exchanges, which interrupt it."""
 
 
 def _by_parameter(gm: GraphModule, roles: Collection[Role]) -> dict[str | None, float]:

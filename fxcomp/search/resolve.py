@@ -4,7 +4,7 @@
     solving.turn()                                      a few ms of work; returns the new plan at the end
 
 A call fits between two steps, so no step waits. First the same buckets get other strategies, which the running step can
-adopt at once. Then other buckets are searched, which must shorten the step by the fraction `WORTH_MOVING`. Both
+adopt at once. Then plans with other buckets are searched, which must save the fraction `WORTH_MOVING` of the step. Both
 searches bisect the price of error (µs per element). The result keeps the error budget, even if the current plan does
 not.
 """
@@ -35,7 +35,7 @@ from fxcomp.search.question import Terms, questions_of
 from fxcomp.search.workload import content_of
 
 WORTH_MOVING = 0.02
-"""Fraction of the step time that other buckets must save, because they need another program."""
+"""Fraction of the step time that other buckets must save, because they need a new program."""
 
 _ROUNDS = 8  # prices to try
 _ROUND = Limits(evaluations=600, options=5, pairs=False, borders=False)
@@ -134,7 +134,7 @@ class _Kind(NamedTuple):
 
 
 class _Buckets:
-    """Search input with one cell per bucket and one strand per kind of bucket."""
+    """Search input: each bucket is a cell, and buckets of a `_Kind` form a strand."""
 
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, losses: Losses) -> None:
         self._plan, self._prices = plan, prices

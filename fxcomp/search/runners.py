@@ -6,10 +6,7 @@
 
 `fxcomp.step.race` times them alternately in training steps. If ranks exchange momenta, the fastest plan and bf16 in the
 same buckets race after the warm-up. Each plan has a predicted step time and a fraction of random draws of cost errors
-(`shared_draws`) in which it beats dense:
-
-    at least WORTH_TRYING        it may race
-    at least WORTH_FOLLOWING     it is used if there is no race
+(`shared_draws`) in which it beats dense.
 """
 
 from __future__ import annotations
@@ -33,13 +30,13 @@ WORTH_FOLLOWING = 0.75
 """Minimum fraction of draws for a plan to be used without a race."""
 
 OTHERS = 2
-"""Maximum number of runners besides dense, bf16 and the fastest."""
+"""Maximum number of runners besides dense, bf16 and predicted best."""
 
 DIFFERENT = 0.25
-"""Minimum fraction of elements whose compressors or levels differ, compared with every other runner."""
+"""Minimum fraction of elements with other compressors or levels than in any other runner."""
 
 NEARLY_ALL = 0.02
-"""Value of DIFFERENT for bf16 everywhere."""
+"""Value of DIFFERENT for the bf16 plan."""
 
 SAME = 1e-3
 """Relative difference below which predictions are equal."""
@@ -55,7 +52,7 @@ class Runner:
     plan: Plan
     step_us: float
     wins: float
-    """Fraction of draws in which it beats dense."""
+    """Fraction of draws in which the plan beats dense."""
     loss: float
     """Relative squared error of the gradient; decides ties."""
     measured_ms: float | None = None
@@ -78,8 +75,8 @@ def pick_runners(
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Equal plans of `always` get the first name.
 
-    `always` contains dense; bf16 is dropped if nearly equal to another. `others` are plans with their steps, fastest
-    first. A plan of `others` is picked if it differs, wins enough draws, and no runner is as fast and as precise.
+    `always` contains dense; bf16 is dropped if nearly equal to another runner. `others` are plans with step times in
+    µs, fastest first. They are picked if they differ, win enough draws, and no runner is as fast and as precise.
     """
     dense_us = in_draws(prices, always[DENSE])
 
@@ -106,13 +103,13 @@ def pick_runners(
 def made_runner(
     name: str, plan: Plan, prices: StepPrices, dense_us: Sequence[float], table: ErrorTable = ASSUMED
 ) -> Runner:
-    """Predict a plan's step time; `dense_us` holds the times of dense in the same draws."""
+    """Predict a plan's step time; `dense_us` holds the dense plan's times in the same draws."""
     wins = share_won(in_draws(prices, plan), dense_us)
     return Runner(name, plan, prices.step_us(plan), wins, plan_error(plan, prices.cluster, table))
 
 
 def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
-    """Return the runners, the current plan first; empty if it is missing or the only one."""
+    """Return the runners, the current `plan` first; empty if `plan` or all others are missing."""
     mine = [runner for runner in runners if runner.plan == plan]
     others = [runner for runner in runners if runner.plan != plan]
     return (*mine, *others) if mine and others else ()

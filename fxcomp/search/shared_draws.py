@@ -1,6 +1,6 @@
 """Compare plans under random cost errors that all plans share.
 
-    the step of a draw = simulate(tasks, each × the error of its kind: compute, a link, copies, or a compressor)
+    step time of a draw = simulate(each task's time × error of its kind: compute, a link, copies, or a compressor)
 
 Errors are log-normal factors with median 1. All plans share them, because a wrong price of compute or of a link changes
 all plans alike. Seeds are fixed, so every rank and run draws the same errors.
@@ -33,7 +33,7 @@ LEAST_GAIN = 0.01
 
 
 def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
-    """Predict the step in each draw, in µs."""
+    """Predict the step time in each draw, in µs."""
     tasks, costs = prices.tasks(plan), prices.costs
     compute, links, compressors = drawn_errors(costs.error, costs.compute_error)
     errors = {_COMPUTE: compute, **dict.fromkeys(_MOVING.values(), links)}
@@ -54,7 +54,7 @@ def drawn_errors(error: float, compute_error: float) -> tuple[float, float, floa
 
 
 def share_won(mine: Sequence[float], others: Sequence[float]) -> float:
-    """Return the fraction of draws in which `mine` is shorter by LEAST_GAIN or more."""
+    """Return the fraction of draws in which `mine` is below `others` by more than LEAST_GAIN."""
     return sum(a < b * (1 - LEAST_GAIN) for a, b in zip(mine, others, strict=True)) / len(mine)
 
 

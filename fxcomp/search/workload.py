@@ -29,7 +29,7 @@ class Gradient:
     moved_us: float = 0.0
     """Replaces `update_us` if momenta are exchanged."""
     joined_bytes: int = 0
-    """Bytes of the copy that joins the parts of a cut gradient before its update; counted in one part."""
+    """Bytes of the copy that joins a cut gradient's parts before the update; 0 in all parts but one."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -70,9 +70,9 @@ class Workload:
     """Compute after every gradient has arrived: the check for finite values, the norm, the clip coefficient."""
     clips: bool = False
     commits: bool = False
-    """Updates wait until every gradient is known to be finite; state is saved for rollback."""
+    """True if updates wait until every gradient is known to be finite, and state is saved for rollback."""
     saves_residuals: bool = False
-    """Residuals are saved too, to be restored bit for bit."""
+    """True if residuals are saved too, bit for bit."""
     broadcast_bytes: int = 0
     """Bytes of the buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
     broadcast_ready_us: float = 0.0

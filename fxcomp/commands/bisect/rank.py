@@ -2,7 +2,7 @@
 
     determined by                  data
     the seed                       initial model, the same on all ranks
-    steps from seed · steps on     batches of next_batch, by step and rank
+    the step and the rank          batches of next_batch; a seed's steps begin at seed · steps
     the seed and the rank          random numbers in training: masks, batches from the default generator
 
 Trainings of a seed start from the same parameters and see the same batches. This is checked, because the state of
@@ -55,7 +55,7 @@ _END = 4
 
 @dataclass(frozen=True, slots=True)
 class Trainings:
-    """Settings of a search's trainings."""
+    """Settings of all trainings of a search."""
 
     job: str
     plan: Plan
@@ -66,7 +66,7 @@ class Trainings:
     checkpoint: str | None
     least: float
     _seen: dict[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str], init=False)
-    """Digests of first parameters and batches, by seed."""
+    """Digests of initial parameters and of batches, by kind and seed."""
 
     @property
     def names(self) -> list[str]:
@@ -161,14 +161,14 @@ def _tell_length(trainings: Trainings, training_s: float) -> None:
 
 
 def main(path: Path) -> int:
-    """Search on all ranks, with the same losses and result. Rank 0 writes the result."""
+    """Run the search on this rank. All ranks get the same losses and result; rank 0 writes the result."""
     trainings: Trainings = pickle.loads(path.read_bytes())
     join()
     try:
         found = search(trainings.names, trainings.train, trainings.seeds, trainings.least)
     except FxcompError as error:
         print(error, file=sys.stderr, flush=True)
-        dist.destroy_process_group()  # with running threads, the process would abort
+        dist.destroy_process_group()  # otherwise its threads would abort the process
         return 2
     if dist.get_rank() == 0:
         path.with_name(_FOUND).write_bytes(pickle.dumps(found))

@@ -162,7 +162,7 @@ class Result:
 
     @property
     def line(self) -> str:
-        """Setting that keeps `names` dense. Empty if none is needed, or no setting expresses the plan."""
+        """Setting, as Python source, that keeps `names` dense. Empty if none is needed, or none expresses the plan."""
         if self.is_spread:
             return written(Compress(within="lossless"))
         found = mended(self.compress, self.names, self.mended_plan, self.saved) if self.names else None
@@ -173,7 +173,7 @@ class Result:
         return written(found)
 
     def share(self, of: Comparison) -> float | None:
-        """Return a cost as a fraction of the whole cost; None if that is not positive, or either is infinite."""
+        """Return a cost as a fraction of the whole cost; None if the whole is not positive, or a cost is infinite."""
         in_all = self.found.in_all.cost
         return of.cost / in_all if 0 < in_all < math.inf and math.isfinite(of.cost) else None
 

@@ -4,8 +4,8 @@
     one half compressed, the other half dense    the cost of a half; a half with a cost is split again
     neither half has a cost by itself            both are reported together
 
-Trainings are compared seed by seed, on the same batches. The noise is the confidence limit of the mean over seeds; the
-spread is at least the median spread of other comparisons.
+Trainings are compared seed by seed, on the same batches. The noise is the half-width of the 95 % confidence interval of
+the mean over seeds. The standard deviation is at least the median of other comparisons.
 
 A diverging seed has no cost and is counted separately. Tensors are guilty of divergence only if all seeds diverge,
 because one seed may diverge by chance.
@@ -24,7 +24,7 @@ Train = Callable[[Collection[str], int], float]
 """Function that trains from a seed with only these tensors compressed, and returns the final loss."""
 
 LEAST = 1e-4
-"""Smallest relative cost that counts, because another summation order causes as much."""
+"""Minimum noise, relative to the loss: another summation order changes the loss by as much."""
 
 _STUDENT = (math.inf, 12.7, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27)
 """One-sided 97.5 % quantiles of Student's t, by degrees of freedom from 0."""
@@ -32,12 +32,12 @@ _STUDENT = (math.inf, 12.7, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Cost of compressing some tensors, relative to each seed's dense loss, and its noise."""
+    """Increase of the loss by compressing some tensors, relative to each seed's dense loss, and its noise."""
 
     cost: float
     """Mean over converging seeds; infinite if there are none."""
     noise: float
-    """Confidence limit of `cost`; infinite for one seed."""
+    """Half-width of the confidence interval of `cost`; infinite for one converging seed."""
     diverging: int = 0
     """Number of diverging seeds."""
 
@@ -47,7 +47,7 @@ class Comparison:
 
     @classmethod
     def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
-        """Compare seed by seed. `usual` is the median spread of other comparisons."""
+        """Compare seed by seed. `usual` is the median standard deviation of other comparisons."""
         finite = finite_of(differences)
         diverging, freedom = len(differences) - len(finite), len(finite) - 1
         if not finite:
@@ -78,7 +78,7 @@ class SearchFindings:
     guilty: Mapping[tuple[str, ...], Comparison] = field(default_factory=dict[tuple[str, ...], Comparison])
     """Smallest sets of tensors with a cost."""
     rest: Comparison | None = None
-    """Cost of the remaining compression, with the guilty tensors dense; None if nothing remains."""
+    """Cost of the remaining compression, with the guilty tensors dense; None if no tensor is guilty or none remains."""
     trainings: int = 0
 
 

@@ -1,7 +1,6 @@
 """One rank of the demo: train with DDP, its hooks, fxcomp, and without communication.
 
-Contestants take turns in the same processes, so that machine drift affects all alike. `run.py` starts this module, and
-reads lines that rank 0 prints.
+Contestants take turns in the same processes, so that machine drift affects all alike.
 """
 
 # DDP reads a hook's annotations, so this file must not postpone them. Types of torch are incomplete:
@@ -39,14 +38,13 @@ _ONE_BUCKET_MB = 1000
 
 
 def with_bf16(model: nn.Module) -> DistributedDataParallel:
-    """Wrap a model with the bf16 hook."""
     parallel = DistributedDataParallel(model)
     parallel.register_comm_hook(None, bf16_hook)
     return parallel
 
 
 def with_powersgd(model: nn.Module) -> DistributedDataParallel:
-    """Wrap a model with PowerSGD, in one bucket: with two in flight, gloo's threads deadlock."""
+    """Wrap a model with PowerSGD, in one bucket: with two buckets in flight, gloo's threads deadlock."""
     parallel = DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB)
     state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_STARTS)
     parallel.register_comm_hook(state, powerSGD_hook)
@@ -66,14 +64,17 @@ def bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[t
 
 CONFIG = GPTConfig(layers=4, heads=5, width=320)  # 5.1 M parameters, small enough for the time budget
 WARM_UP_STEPS = 4  # whole blocks, not measured, because hooks start late and DDP rebuilds its buckets
-LOSS_STEPS = 10  # steps that the train loss averages
+LOSS_STEPS = 10  # last steps, whose mean is the train loss
 LEAST_BLOCKS = 4
 
 Step = Callable[[Any], torch.Tensor]
 
 
 def main(steps: int, budget_s: float) -> None:
-    """Train all contestants in turns; rank 0 reports to the parent. No round begins after `budget_s` seconds."""
+    """Train all contestants in turns. Rank 0 reports to the parent.
+
+    No round (a block of steps per contestant) begins after `budget_s` seconds.
+    """
     until = time.monotonic() + budget_s
     join()
     rank = dist.get_rank()
@@ -110,7 +111,7 @@ def main(steps: int, budget_s: float) -> None:
 
 
 def _take(each: Contestant, job: Job, step: Step, losses: list[torch.Tensor], steps: range) -> None:
-    """Run a block of steps on every rank, and count the bytes of measured ones."""
+    """Run a block of steps, and count the bytes of a measured block."""
     dist.barrier()
     before = sent_by_this_host(_interface())
     for number in steps:
@@ -167,7 +168,7 @@ def _eager_step(job: Job, model: nn.Module) -> Step:
 
 
 def _time_is_up(until: float) -> bool:
-    """Use rank 0's clock, so that all ranks stop after the same step."""
+    """Compare with rank 0's clock, so that all ranks stop after the same step."""
     is_up = torch.tensor([float(time.monotonic() > until)])
     dist.broadcast(is_up, src=0)
     return bool(is_up.item())

@@ -86,8 +86,6 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each with a residual connection."""
-
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
@@ -139,7 +137,6 @@ def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, text: Text, batches: int = 8) -> float:
-    """Return the mean loss over fixed passages."""
     was_training = model.training
     model.eval()
     losses = [loss_fn(model, draw_batch(text.validation, step=step, rank=0)) for step in range(batches)]

@@ -87,7 +87,7 @@ def of_module(module: str, *arguments: str) -> list[str]:
 
 
 def join() -> None:
-    """Join the process group, and exit with the parent. Ranks of `run_ranks` call this first."""
+    """Join the process group, and exit when the parent exits. Ranks of `run_ranks` call this first."""
     threading.Thread(target=exit_with_parent, daemon=True).start()
     dist.init_process_group("gloo")  # pyright: ignore[reportUnknownMemberType]  # untyped
 

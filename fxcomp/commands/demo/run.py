@@ -37,10 +37,10 @@ EXAMPLES = """\
 RANKS = 2
 LOOPBACK = "loopback"
 STEPS = 30
-BUDGET_S = 110  # no round begins later, unless --steps is given
+BUDGET_S = 110  # s; no round of contestants begins later, unless --steps is given
 MOST_STEPS = 1_000_000  # some days (assumed)
 MARK = "@demo "  # prefix of lines for this process
-_TIMEOUT_S = 3600.0  # unless steps are given
+_TIMEOUT_S = 3600.0  # none if --steps is given
 _LINES_EVERY_S, _OVERWRITTEN_EVERY_S = 4.0, 0.5
 
 
@@ -66,7 +66,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_demo(*, inter: str, steps: int | None, as_json: bool) -> int:
-    """Run both ranks, over a link of `inter` if possible, and print the results."""
     rate, place = place_for(inter)
     command = of_module(
         "fxcomp.commands.demo.contest", str(steps or STEPS), str(BUDGET_S if steps is None else math.inf)
@@ -161,7 +160,7 @@ class Contestant:
 
     name: str
     step_s: list[float] = field(default_factory=list[float])
-    """Seconds per step of the slowest rank; blocks of `BLOCK_STEPS` in random order within a round."""
+    """Step times of the slowest rank, in s, in blocks of `BLOCK_STEPS`: one block per round of all contestants."""
     wire_bytes: int = 0
     """Bytes sent per step and host."""
     train_loss: float | None = None
@@ -197,7 +196,7 @@ _BAR = 36  # characters, for the longest step
 _LEAST_BAR = 8
 _FEW_STEPS = 8  # minimum for a comparison
 _GAP = "  "
-_LEAST_COST = 0.03  # of DDP's step; below it, there is nothing to recover
+_LEAST_COST = 0.03  # minimum network cost to report on, as a fraction of DDP's step
 
 
 def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:

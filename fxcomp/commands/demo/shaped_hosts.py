@@ -7,9 +7,8 @@
                                       switch (a bridge in its own namespace)
     host 1 [eth0 10.77.0.2] ── tbf ──┘
 
-Only sending is shaped. Hosts have separate processors if there are enough. Needs Linux, `ip`, `tc`, `taskset`,
-`unshare` and `nsenter`, and root or permission for user namespaces. A sleeping process holds each namespace, and exits
-when the pipe from this process closes.
+Only sending is shaped. Needs Linux, `ip`, `tc`, `taskset`, `unshare` and `nsenter`, and root or permission for user
+namespaces. A sleeping process holds each namespace, and exits when the pipe from this process closes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 
 
 class ShapedHosts:
-    """Hosts joined by links of one bandwidth, in a `with` block. `rate=None` leaves links unshaped."""
+    """Hosts joined by links of one bandwidth. `rate=None` leaves links unshaped."""
 
     def __init__(self, count: int, rate: str | None = None) -> None:
         if count < 1:
@@ -41,7 +40,7 @@ class ShapedHosts:
         self.count = count
         self._shaping = _shaping_commands(rate)
         self._user: Sequence[str] = ()
-        self._holders: list[subprocess.Popen[str]] = []  # of the switch, then of each host
+        self._holders: list[subprocess.Popen[str]] = []  # one per namespace: the switch, then each host
 
     def __enter__(self) -> ShapedHosts:
         try:
@@ -113,7 +112,7 @@ class ShapedHosts:
             raise Unsupported(f"`{' '.join(command)}` failed: {holder.communicate()[1].strip()}")
 
     def _inside(self, number: int) -> list[str]:
-        """Return a command prefix that runs in a namespace, as the same user."""
+        """Return the prefix that runs a command in a namespace (0: the switch), as the same user."""
         user = ("--preserve-credentials", "--user") if self._user else ()
         return [_found("nsenter"), "--target", f"{self._holders[number].pid}", *user, "--net"]
 
@@ -149,8 +148,8 @@ def _may_make_namespaces() -> bool:
 def _shaping_commands(rate: str | None) -> list[str]:
     """Return the commands that limit a host's rate and the length of packet trains (segmentation offload).
 
-    The kernel would cut longer trains into packets: 6 to 12 ms of processor time per MB instead of 2 to 3, and 70 MB/s
-    instead of 104 over 1 Gbit/s in both directions (measured, 2026-11).
+    The kernel would cut longer trains into packets, which takes 6 to 12 ms of processor time per MB instead of 2 to 3,
+    and reaches 70 MB/s instead of 104 over 1 Gbit/s in both directions (measured, 2026-11).
     """
     trains, replace = f"ip link set dev {INTERFACE} gso_max_size", f"tc qdisc replace dev {INTERFACE} root"
     if rate is None:

@@ -19,7 +19,7 @@ SAME = 1e-9
 
 
 class Part(NamedTuple):
-    """A bucket in the search: cells [start, stop) of a strand, and the index of its option."""
+    """A bucket in the search: cells [start, stop) of a strand, and the index of its option (strategy)."""
 
     strand: int
     start: int
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
 
 
 MOST_CELLS = 64
-"""Maximum number of cells of a strand during the search. The plan found is improved with one cell per atom."""
+"""Maximum number of cells of a strand during the search. Then the best plan is improved with one cell per atom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Strand:
         return [before[border] for border in self.borders]
 
     def continued(self) -> tuple[list[int], list[int]]:
-        """Return, per cell that begins inside a gradient, the gradient's last cell and dense bytes; else -1 and 0."""
+        """Return, per cell, the last cell and dense bytes of the gradient inside which it begins; else -1 and 0."""
         ends, sizes = [-1] * self.cells, [0] * self.cells
         cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
         last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
@@ -124,7 +124,7 @@ class Strand:
 
 
 def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CELLS) -> Strand:
-    """Join the smallest neighbours into at most `most` cells."""
+    """Join the smallest neighbouring atoms into at most `most` cells."""
     count = len(atoms)
     size = [atom.elements for atom in atoms]
     after, before = list(range(1, count + 1)), list(range(-1, count - 1))
@@ -156,7 +156,7 @@ def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[l
         a matrix of 3e9 elements in four atoms     no bucket with three of the atoms
 
     A single parameter that is too large for its compressor raises BadOption. A compressor that accepts a parameter
-    accepts smaller ones.
+    accepts all smaller parameters.
     """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:

@@ -25,15 +25,15 @@ class Engine(Protocol):
         ...
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        """Price a plan once per entry of `options`, which has one option per strand."""
+        """Price a plan with each entry of `options`: one option per strand."""
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Price a plan with each option in one bucket at a time."""
+        """For each bucket, price the plan with each option in that bucket."""
         ...
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
-        """Change a plan until no change helps; return it and the number of simulated plans."""
+        """Change a plan until no change helps; return the new plan and the number of simulated plans."""
         ...
 
 
@@ -96,7 +96,7 @@ class Compiled:
 
 
 class Simulated:
-    """Simulation without built kernels; improves no plan."""
+    """Engine without built kernels: simulates plans, and improves none."""
 
     def __init__(self, problem: Problem, plan_of: Callable[[Parts], Plan], prices: StepPrices) -> None:
         self._problem, self._plan_of, self._prices = problem, plan_of, prices

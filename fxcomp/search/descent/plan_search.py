@@ -2,7 +2,7 @@
 
 Every start has one bucket size and one strategy, so no uniform plan is predicted to be faster than the result. The
 descent changes one bucket at a time, then two (csrc/search.cpp). Of equally fast plans the smallest error wins.
-The first descent joins thousands of gradients into 64 cells, the second has a cell for each atom (`atoms.py`).
+The first descent joins thousands of gradients into 64 cells per strand, the second has a cell for each atom.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fxcomp.search.question import Question, Terms, questions_of
 
 MIB = 1 << 20
 CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, math.inf)
-"""Bucket sizes of the starts, in bytes."""
+"""Maximum bucket sizes of the starts, in bytes."""
 
 PRICES = (1 / 64, 64.0)
 """Search bounds for the price of error, as multiples of saved time / error limit."""
@@ -40,11 +40,11 @@ PRICES = (1 / 64, 64.0)
 SPENT = 0.98
 """Fraction of the error limit that counts as used up."""
 
-_CLOSE = 3  # maximum number of starts in the result, if about as fast
+_CLOSE = 3  # maximum number of starts that `fastest` returns, if about as fast
 _KEPT = 128  # maximum number of starts
 _ERROR = 5e-3  # relative error of the search's prices
 _LINES_ERROR = 1e-3  # the same without the rounding of shards
-_ROUGH, _LISTED = 256, 16  # buckets of the starts priced exactly: with rounding of shards, without
+_ROUGH, _LISTED = 256, 16  # most buckets of all starts priced exactly: with rounding of shards, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,6 @@ by_value = attrgetter("value")
 
 
 class PlanSearch:
-    """Search for a workload's plans."""
-
     def __init__(self, question: Question, prices: StepPrices) -> None:
         self.question = question
         workload, cluster = prices.workload, prices.cluster
@@ -114,9 +112,9 @@ class PlanSearch:
         return sorted(distinct.values(), key=by_value)
 
     def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
-        """Yield improved plans, bisecting the price of error until the plan just uses up the limit.
+        """Yield improved plans, bisecting the price of error that makes a plan just use up the limit.
 
-        Each round yields two plans; the second is improved without a price.
+        Each round yields two plans, the second improved without a price.
         """
         lossable, found = self.question.bounds.lost, begun
         saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
@@ -163,8 +161,8 @@ class PlanSearch:
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
         """List the starts whose steps may be shorter than `us`.
 
-        Prices include an average rounding of shards. If it matters, as in small buckets, a start is listed if it is
-        fast without it.
+        Prices include an average rounding of shards. If rounding matters, as in small buckets, starts are listed by
+        prices without rounding.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)
@@ -204,7 +202,7 @@ class PlanSearch:
         return Plan(tuple(buckets))
 
     def others(self, found: Found) -> list[list[tuple[Strategy, float]]]:
-        """List each bucket's other allowed strategies with the resulting step, fastest first."""
+        """List each bucket's other allowed strategies with the resulting step time in µs, fastest first."""
         engine = self.engine if found.strands is self.strands else self._engine_in_full()
         answers: list[list[tuple[Strategy, float]]] = []
         for part, values in zip(found.parts, engine.others(found.parts), strict=True):
@@ -263,7 +261,7 @@ class PlanSearch:
         return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
-        """Return `count` of the best starts; the second half adds new strategies."""
+        """Return up to `count` of the best starts; the second half adds new strategies."""
         taken = list(starts[: (count + 1) // 2])
         strategies = set(map(self._first_option, taken))
         for found in starts:
@@ -324,7 +322,7 @@ def _may_hold(content: Content, atom: Atom) -> bool:
 
 
 def _by_type(places: Sequence[int], atoms: Sequence[Atom]) -> list[tuple[ElementType, list[int]]]:
-    """Group atoms by element type, most bytes first; one empty group without atoms."""
+    """Group atoms' indices by element type, most bytes first. Without atoms, return one empty group."""
     found: dict[ElementType, list[int]] = {}
     for k in places:
         found.setdefault(atoms[k].gradient.element_type, []).append(k)

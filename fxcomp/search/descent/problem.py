@@ -44,7 +44,7 @@ class Option:
     strategy: Strategy
     is_bursty: bool
     is_pinned: bool = False
-    """True if the user pinned gradients to this strategy. Every plan, also a dense one, uses such options for them."""
+    """True if the user pinned the strand's gradients to this strategy, also in dense plans."""
 
     @property
     def traits(self) -> int:
@@ -72,7 +72,7 @@ class Problem:
     """Per cell: index of its last gradient."""
     ready_us: array[float]
     sums: array[float]
-    """Prefix sums of the features over cells; a strand has a row more than cells. The first feature is `ELEMENTS`."""
+    """Prefix sums of the features over cells; a strand has one more row than cells. The first feature is `ELEMENTS`."""
     updates_us: array[float]
     join_last: array[int]
     """Per cell: last cell of the gradient inside which it begins; -1 if it begins at a gradient's start."""
@@ -81,7 +81,7 @@ class Problem:
     option_template: array[int]
     strand_losses: array[int]
     losses: array[float]
-    """Prefix sums of each option's error over cells, in elements; a strand has a row more than cells."""
+    """Prefix sums of each option's error over cells, in elements; a strand has one more row than cells."""
     option_traits: array[int]
     option_reach: array[int]
     """Index of an option's entries in `reach`; -1 without a limit."""
@@ -90,7 +90,7 @@ class Problem:
     template_tasks: array[int]
     template_stages: array[int]
     stage_tasks: array[int]
-    """Number of tasks per stage; the final tasks come last."""
+    """Number of tasks per stage; a template's final tasks follow its stages."""
     template_arrival: array[int]
     task_stream: array[int]
     task_load: array[float]
@@ -132,7 +132,7 @@ class Problem:
 
     @cached_property
     def unrounded(self) -> Problem:
-        """This problem without the extra sizes that come from rounding shards up."""
+        """Problem without the extra sizes from rounding shards up."""
         return replace(self, term_more=_floats([0.0] * len(self.term_more)))
 
     @cached_property

@@ -62,7 +62,7 @@ _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
 
 
 def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list[Parts]:
-    """Return changed plans: halved buckets, merged pairs, other options at the end or start."""
+    """Return plans with halved buckets, merged pairs, a cut first bucket, or another option at the end."""
 
     def ordered(found: Iterable[Part]) -> Parts:
         return tuple(sorted(found, key=lambda part: strands[part.strand].last(part.stop - 1)))
@@ -99,7 +99,7 @@ GRID = 128
 """Number of error levels from 0 to the limit."""
 
 MOST_CELLS = 20
-"""Maximum number of cells in the dynamic program; more are merged."""
+"""Maximum number of cells in the dynamic program; more cells are merged."""
 
 Numbers = Any
 
@@ -109,8 +109,8 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
 
         end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
-    end(j, e) is when the buckets of cells before j end with error e, in one queue. The first start counts only wire
-    time, the second adds compute. A descent keeps the limit at each change, so it cannot compress several layers less
+    end(j, e) is the time at which one queue finishes the buckets of cells before j, with total error e. The first start
+    omits the compute stream's time. A descent keeps the limit at each change, so it cannot compress several layers less
     and one slow layer more.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
@@ -180,7 +180,7 @@ class _SpentTable:
 
 
 def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> tuple[Numbers, Numbers, Numbers]:
-    """Return µs on wires, µs of compute, and error of buckets, each with shape [pairs of borders, options]."""
+    """Return µs off and on the compute stream, and error of buckets, each with shape [pairs of borders, options]."""
     sums = _array(p.sums).reshape(-1, p.features)
     sizes, values, slopes = map(_array, (p.sizes, p.values, p.slopes))
     features = sums[stops] - sums[starts]

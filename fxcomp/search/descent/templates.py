@@ -35,7 +35,7 @@ from fxcomp.search.workload import Gradient, Workload
 REGION, BACKWARD = -1, -2
 """Special predecessors: compute up to the bucket's last gradient, and the end of backward."""
 
-_PROBE = ((4096, 4096),)  # large, and divisible by any block and number of shards
+_PROBE = ((4096, 4096),)  # shapes of a large bucket, divisible by any block and number of shards
 _ODD = (
     ((301, 383), (77, 1001), (511, 129)),
     ((613, 257), (384,), (1003, 301), (129, 129), (701, 511), (65, 999)),
@@ -93,11 +93,11 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskTemplate:
-    """A task of any bucket. A collective's load and speed follow from its first term."""
+    """Task of a bucket of any size. A collective's load and speed follow from its first term."""
 
     stream: Stream
     after: tuple[int, ...]
-    """Indices of the bucket's tasks, REGION, or BACKWARD."""
+    """Predecessors: indices of the bucket's tasks, REGION, or BACKWARD."""
     terms: tuple[Term, ...]
     load: float
     is_collective: bool
@@ -105,12 +105,12 @@ class TaskTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Tasks of a strategy's buckets."""
+    """Tasks of a strategy's buckets, of any size."""
 
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
     arrival: tuple[int, ...]
-    """Tasks that the update waits for."""
+    """Indices of tasks that the update waits for."""
 
     @property
     def tasks(self) -> tuple[TaskTemplate, ...]:
@@ -129,7 +129,7 @@ class Setting:
     commits: bool
     saves_residuals: bool
     copies: bool
-    """True if host and device copy values."""
+    """True if values are copied between host and device."""
     element_type: ElementType = ElementType.F32
 
     @classmethod
@@ -140,7 +140,6 @@ class Setting:
 
 @lru_cache(maxsize=4096)
 def template_of(strategy: Strategy, setting: Setting) -> Template:
-    """Return a strategy's tasks for buckets of any size."""
     smooth = _TemplateReader(_recorded(strategy, setting, _PROBE), setting.cluster.world_size)
     if not any(step.kind.splits for step in strategy.collectives):
         return smooth.template({})
@@ -161,7 +160,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
 
 
 class _Price(float):
-    """A price that records the questions it answers."""
+    """Price that contains its questions."""
 
     asked: tuple[tuple[PriceQuestion, Size], ...]
 
@@ -227,7 +226,7 @@ class _TemplateReader:
         return Template(tuple(stages), tuple(made[sum(map(len, stages)) :]), self._follows(self.bucket.update))
 
     def beyond(self, smooth: _TemplateReader, shapes: Sequence[tuple[int, ...]]) -> dict[int, float]:
-        """Return each collective's size minus the proportional estimate of the smooth bucket."""
+        """Return each collective's size minus its proportional estimate from `smooth`, by task number."""
         found: dict[int, float] = {}
         for number, (task, like) in enumerate(zip(self.tasks, smooth.tasks, strict=True)):
             price = like.duration_us
