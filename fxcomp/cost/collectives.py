@@ -220,7 +220,7 @@ def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology,
 
 
 def stand_ins(kind: CollectiveKind, group: GroupTopology, library: Library) -> list[CollectiveKind]:
-    """Return the collectives whose measurements may price `kind`; collectives with its algorithm come first."""
+    """Return the collectives whose measurements may price `kind`, starting with its algorithm."""
     way = large_algorithm(kind, group, library)
     others = (_K.ALL_REDUCE, _K.ALL_GATHER, _K.ALL_TO_ALL)
     return sorted(others, key=lambda known: large_algorithm(known, group, library) is not way)

@@ -28,8 +28,8 @@ MEMORY_SHARE = 0.85
 
 FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 0.7, 0.34, 0.5
 """Fractions of 16-bit peak that fused attention reaches. Flash attention: 230 of 312 TFLOP/s on an A100, 335 of 989 on
-an H100, whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5). cuDNN: 373 to
-574 of 989 at 1,024 positions, by head size (Shah and others, "FlashAttention-3", 2024, figure 5).
+an H100, whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5).
+cuDNN: 373 to 574 of 989 at 1,024 positions, by head size (Shah and others, "FlashAttention-3", 2024, figure 5).
 """
 
 LAUNCH_US = 5.0

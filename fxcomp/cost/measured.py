@@ -134,7 +134,7 @@ class MeasuredCollective:
         return max(0.0, self.fit.at(size * like.bytes_per_byte) + like.more_steps * alpha_us)
 
     def times(self, factor: float) -> MeasuredCollective:
-        """Return the measurement times a factor, which was fitted to the job's first steps."""
+        """Return the measurement with all times multiplied by `factor`."""
         fit = replace(self.fit, pieces=tuple(piece.times(factor) for piece in self.fit.pieces))
         return replace(self, fit=fit, source=f"{self.source}, times {factor:.3g} as in the job's first steps")
 

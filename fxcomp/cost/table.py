@@ -44,10 +44,10 @@ class CostTable:
     """Numbers for predictions. Estimates never fail: missing measurements are assumed.
 
     hardware, versions, date, source    description of the measurement
-    compute           operators by name and shapes: `aten.mm f32[512,384] f32[384,384]`
+    compute           times by operator and shapes: `aten.mm f32[512,384] f32[384,384]`
     roofline          price of other operators
-    collectives       by topology: `all_reduce@4x1`; they win over the cluster's links
-    compressors       by text, device and threads: `int8@cpu*2`
+    collectives       times by topology: `all_reduce@4x1`; used instead of the cluster's links
+    compressors       times by text, device and threads: `int8@cpu*2`
     threads           CPU threads that compressors may use
     pack_gb_per_s     rate of filling buckets
     launch_us         time to start a collective
@@ -55,7 +55,7 @@ class CostTable:
     copy_gb_per_s     rate between host and device
     processors        processors of a rank
     contention        factor of `transport`, fitted to the job's steps
-    overlap_speed     relative speed of a collective during compute, fitted too
+    overlap_speed     relative speed of a collective during compute, also fitted
     feed_us           time of a step outside its nodes
     host_us           the same on an asynchronous device, which hides it
     error             relative error of a prediction
@@ -96,14 +96,12 @@ class CostTable:
     # Estimates
 
     def pack_us(self, size: float) -> float:
-        """Return the time of packing `size` bytes of gradients, or of a similar copy."""
         return size / (self.pack_gb_per_s * 1e3)
 
     def copy_us(self, size: float) -> float:
         return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
 
     def compute_us(self, key: str, flops: float, size: float, math_type: str = "f32") -> Measured:
-        """Return an operation's measured time, or the roofline's."""
         return self.compute.get(key) or Measured(self.roofline.us(flops, size, math_type), source=self.roofline.source)
 
     def collective(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> CollectivePrice:
@@ -219,7 +217,6 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Raise BadOption with the path of an error."""
         try:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)

@@ -47,7 +47,7 @@ def written_parameters(gm: GraphModule) -> dict[str, Node]:
 
 
 def parameters_written_apart(gm: GraphModule) -> list[str]:
-    """Return the parameters whose forward writes depend on the batch, constants or random numbers, so on the rank."""
+    """Return parameters whose forward writes depend on batch, constants or random numbers: they may differ by rank."""
     apart: set[Node] = set()
     for node in gm.graph.nodes:
         source = info(node).source if node.op == "placeholder" else None
@@ -88,7 +88,6 @@ def _value_of(node: Node, buffer: Node) -> Node:
 
 
 def written_nodes(node: Node) -> Iterator[Node]:
-    """Yield the nodes that a node writes into."""
     target = node.target
     if target in _BATCH_NORMS and node.args[5]:
         yield from (argument for argument in node.args[3:5] if isinstance(argument, Node))
@@ -107,8 +106,6 @@ class Constant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A captured step. Compares by identity."""
-
     graph: GraphModule
     aux_spec: pytree.TreeSpec | None
     aux: tuple[Constant | None, ...]

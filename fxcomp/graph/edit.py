@@ -44,7 +44,6 @@ def call(
 
 
 def refresh_value(node: Node) -> Node:
-    """Recompute a node's fake value from its present arguments."""
     target: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     node.meta["val"] = target(*args, **kwargs)
@@ -167,7 +166,6 @@ def slot_text(node: Node) -> str:
 
 
 def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
-    """Yield the number and pack node of each bucket."""
     for node in gm.graph.nodes:
         if node.target is PACK and (number := info(node).bucket) is not None:
             yield number, node

@@ -100,8 +100,6 @@ class FusedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Facts about a node; read with `info(node)`."""
-
     role: Role
     parameter: str | None = None
     bucket: int | None = None
@@ -112,7 +110,7 @@ class NodeInfo:
     start: int = 0
     """Offset of a part's first element in the flat parameter."""
     sent_bytes: int | None = None
-    """Bytes that rank 0 sends in a bucket's collective. All ranks price these, because shards differ."""
+    """Bytes that rank 0 sends in a bucket's collective: the basis of all ranks' price, because shards differ."""
     cost_us: float | None = None
     starting_us: float = 0.0
     """Time that a thread takes to launch a collective."""

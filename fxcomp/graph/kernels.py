@@ -111,7 +111,7 @@ def kernels(gm: GraphModule, *, joins: bool = True) -> list[Kernel]:
 
 
 def memory_of(node: Node) -> Node:
-    """Return the value whose memory a view shares; other nodes themselves."""
+    """Return the value whose memory a view shares; `node` itself if it is no view."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

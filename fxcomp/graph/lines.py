@@ -170,7 +170,7 @@ class Line:
     method: str
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
     price: Callable[[Prices, Node, Device], float] | None = None
-    """Predicts the time in µs; None if neglected, and for collectives, which their links price."""
+    """Predicts the time in µs; None for waits, negligible times, and collectives, which their links price."""
     stream: Stream = Stream.COMPUTE
     """COMPUTE replaces a pool stream for inputs in device memory; INTRA replaces INTER within one host."""
     result: Callable[[Node], Node | None] = _itself
@@ -220,7 +220,7 @@ BY_OPERATOR: dict[Any, Line] = {
 }
 
 COUNT = Line("launch", _kind_value_cut_level, stream=Stream.INTER, is_free=True)
-"""Launch for the element count of a weighted loss: a few bytes, without a price."""
+"""Launch for a weighted loss's element count, without a price."""
 
 BY_ROLE = {Role.EXCHANGE: EXCHANGE, Role.PROPOSE: PROPOSE, Role.COMPRESS: COMPRESS, Role.DECOMPRESS: DECOMPRESS}
 

@@ -40,8 +40,7 @@ def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
         %mul_    update  f32[4,2]  mul_(%fc_weight_exp_avg, %beta)   fc.weight  ┐ one operator over a list of two
         %mul__1  update  f32[4]    mul_(%fc_bias_exp_avg, %beta)     fc.bias    ┘
 
-    Parameters with equal operators form one list. Emitted source has one list per bucket (`codegen/region_source.py`),
-    which adds few launches.
+    Parameters with equal operators form one list. Emitted source has one list per bucket (`codegen/region_source.py`).
     """
     updates: defaultdict[str | None, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:

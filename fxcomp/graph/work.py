@@ -85,7 +85,6 @@ def basis(node: Node) -> Basis:
 
 
 def is_free(node: Node) -> bool:
-    """Return whether a node moves no data: a view, an allocation, or arithmetic on plain numbers."""
     return basis(node) is Basis.NOTHING_TO_DO
 
 
@@ -179,10 +178,7 @@ def reads(node: Node, known: OperatorWork | None = None) -> Iterable[tuple[Node,
 
 
 def _counted_reads(node: Node) -> Iterator[tuple[Node, float]]:
-    """Yield each argument, with the bytes that an operator reads of it.
-
-    A lookup reads the returned rows. Batch norm reads its input twice: for the statistics and to apply them.
-    """
+    """Yield each argument, and the bytes read of it. A lookup reads the returned rows, batch norm its input twice."""
     name = name_of(node.target) if compat.is_operator(node.target) else ""
     sizes = [sum(map(tensor_bytes, tensors(each.meta.get("val")))) for each in node.all_input_nodes]
     made, again = sum(map(tensor_bytes, tensors(node.meta.get("val")))), _READ_TWICE.get(name, 0)
