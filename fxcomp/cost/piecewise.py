@@ -134,7 +134,7 @@ class Fit:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the fit") -> Fit:
-        """Raise BadOption, also if times fall with size."""
+        """Raise BadOption for wrong data, and for times that fall with size."""
         fit = _FIT(data, place)
         _check_rises(fit, place)
         return fit

@@ -123,7 +123,7 @@ class Captured:
     """Names of parameters that the loss does not depend on; their gradients are zero."""
 
     is_imagined: bool = False
-    """True if the graph was moved to an absent device (`graph/retarget.py`). It is never compiled."""
+    """True if the graph was moved to an absent device (`graph/retarget.py`)."""
 
     prelude: Prelude | None = None
     """Decisions of the traced Python code that depend on tensor values."""

@@ -34,12 +34,12 @@ from fxcomp.plan.kinds import POOL, Stream
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A piece of work on a stream."""
+    """Work on a stream."""
 
     name: str
     """Name of the emitted line or region."""
     where: str
-    """Stream or thread."""
+    """Stream, or host thread."""
     after: tuple[int, ...]
     """Indices of the events that this event waits for."""
     reads: frozenset[str] = frozenset()

@@ -48,7 +48,7 @@ class BatchQuestion:
 
 @dataclass(frozen=True, slots=True)
 class QuestionStage:
-    """Questions that are computed together and read at once."""
+    """Questions that are computed together and read in one transfer."""
 
     run: Callable[..., Sequence[Any]]
     """Returns the results that questions read, followed by values for later stages."""
