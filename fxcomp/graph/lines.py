@@ -172,7 +172,7 @@ class Line:
     price: Callable[[Prices, Node, Device], float] | None = None
     """Predicts the time in µs; None for waits, negligible times, and collectives, which their links price."""
     stream: Stream = Stream.COMPUTE
-    """Stream of the line. COMPUTE replaces a pool stream for inputs in device memory; INTRA replaces INTER within one host."""
+    """Stream of the line; COMPUTE instead of a pool for inputs in device memory, INTRA instead of INTER in one host."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
     """True if the result is in a buffer, named by the call's first argument."""
