@@ -33,7 +33,7 @@ _NEITHER = (False, False)
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Return a key of class, layout and lazy views; PLAIN for most tensors."""
+    """Return a key of class, layout and lazy conjugation or negation; PLAIN for most tensors."""
     lazily = tensor.is_conj(), tensor.is_neg()
     if type(tensor) is Tensor and tensor.layout is torch.strided and lazily == _NEITHER:
         return "buffer" if getattr(tensor, "_is_buffer", False) else PLAIN
@@ -117,7 +117,10 @@ class Change:
 
 
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
-    """Raise CaptureFailed if a written input or constant overlaps itself or another. `inputs` are in graph order."""
+    """Raise CaptureFailed if the graph writes a tensor that overlaps itself or another one.
+
+    `inputs` are (name, value) in graph order; the graph's constants are checked too.
+    """
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
     for node in body.graph.find_nodes(op="get_attr"):
@@ -166,7 +169,7 @@ def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number for a tensor's memory, shared by its views."""
+    """Return a number that identifies a tensor's memory; views have the same number."""
     address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return address or id(tensor)
 
@@ -194,7 +197,7 @@ def name_of_class(value: object) -> str:
 
 
 class TensorType(NamedTuple):
-    """Metadata of a batch's tensor."""
+    """Metadata of a tensor in a batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -207,7 +210,7 @@ class TensorType(NamedTuple):
     shares_with: int
     """Index of the first leaf in the same memory."""
     kind: Hashable = PLAIN
-    """Key of `kind_of`."""
+    """Result of `kind_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,7 @@ class BatchType:
         return ", ".join(said[:_SHOWN] + [f"{len(said) - _SHOWN} more"] * (len(said) > _SHOWN)) or "no tensors"
 
     def like(self) -> Hashable:
-        """Return the type with numbers of dimensions instead of sizes."""
+        """Return the type, with each shape replaced by its number of dimensions."""
         ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves)
         return (str(self.structure), ranks)
 

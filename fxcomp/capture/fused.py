@@ -1,6 +1,6 @@
 """Choose torch's fused operator for a parameter's update, if there is one.
 
-The captured graph keeps the traced update. `passes/fuse_updates.py` replaces it if the fused one is faster.
+The captured graph keeps the traced update. `passes/fuse_updates.py` replaces it if the fused operator is faster.
 """
 
 from __future__ import annotations

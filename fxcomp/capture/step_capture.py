@@ -1,7 +1,7 @@
 """Capture a job's step for planning, and again for other batches and settings.
 
-At the first capture all ranks agree which buffers rank 0 sends at each step. Parameters without a gradient are skipped
-with a warning, as in eager PyTorch.
+At the first capture all ranks agree which buffers rank 0 sends at each step. A warning names parameters without a
+gradient, which are skipped, as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Buffers that no step writes are also sent if their total is at most this: a few latencies (assumed)."""
+"""Maximum total size of sent buffers that no step writes, in bytes: costs a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class SharedBuffers:
     """Names of the buffers that rank 0 sends, and when: agreed once for all captures.
 
     DistributedDataParallel sends all buffers before each forward pass. Here only buffers that may have changed are
-    sent, after the backward pass. A rank sees only the writes of its own captures, so the set is fixed at the first:
+    sent, after the backward pass. A rank sees only its own captures, so the set is fixed at the first capture:
 
         written by the first capture of any rank      sent
         others, up to SMALL_BYTES                     sent
@@ -62,7 +62,7 @@ class SharedBuffers:
         return cls(shared, leave_early=early)
 
     def mark(self, graph: GraphModule) -> None:
-        """Label the buffers that are sent. Raises StepChanged if the capture writes another one."""
+        """Label the buffers that are sent. Raises StepChanged if the capture writes another buffer."""
         inputs = buffers(graph)
         writes = last_writes(graph)
         for name, node in inputs.items():
@@ -147,7 +147,7 @@ def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepCapture:
-    """First capture of a step; makes further captures."""
+    """A step's first capture, and the settings of later captures."""
 
     training: Training
     first: Captured

@@ -76,7 +76,7 @@ class Link:
     in_gb_per_s: float | None = None
     """Incoming bandwidth, if different."""
     count: int = 1
-    """Parallel links of a host or rack. A rank uses one at a time."""
+    """Number of parallel links of a host or rack. A rank uses one at a time."""
     message_us: float = 0.0
     """Processor time per message in µs, in addition to the latency."""
     is_half_duplex: bool = False

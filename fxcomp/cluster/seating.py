@@ -31,7 +31,7 @@ def shape_text(hosts_of_ranks: Iterable[int], units_above: Sequence[Sequence[int
 
 
 def join_units(texts: Iterable[str]) -> str:
-    """Join unit texts: `4x1` if equal, else `3+2`, largest first."""
+    """Join the shapes of units: `4x1` for 4 equal ones, else `3+2`, largest first."""
     counts = Counter(texts)
     ordered = sorted(counts, key=lambda text: (int(text) if text.isdigit() else 0, text), reverse=True)
     if len(ordered) == 1:
@@ -97,10 +97,10 @@ class Level(Enum):
     """The ranks that take part in a collective."""
 
     INTRA = "intra"  # one host
-    INTER = "inter"  # one rank per host, with the same index in it
+    INTER = "inter"  # the ranks with the same index in their hosts
     WORLD = "world"  # all ranks
     RACK = "rack"  # subset of INTER: one rack
-    RACKS = "racks"  # subset of INTER: one rank per rack, with the same index
+    RACKS = "racks"  # subset of INTER: ranks of hosts with the same index in their racks
 
     __hash__ = object.__hash__
 
@@ -148,7 +148,7 @@ class Seating:
 
     @property
     def has_levels(self) -> bool:
-        """True if several hosts have equal numbers of ranks, above 1, so that ranks can share inter-host work."""
+        """True if all of several hosts have the same number of ranks, at least 2, and so can share inter-host work."""
         return self.is_even and self.hosts > 1 and self.ranks_per_host > 1
 
     @property
@@ -177,7 +177,7 @@ class Seating:
         return len(set(self._racks()))
 
     def place_along(self, axes: Collection[Axis], rank: int) -> int:
-        """Return a rank's index along some axes."""
+        """Return a rank's index in the grid of `axes`, counted with hosts' ranks fastest and racks slowest."""
         rack, host = self._racks()[self.placement[rank]], self.group(Level.RACK, rank).index(rank)
         place = 0
         for axis, at in ((Axis.RACKS, rack), (Axis.RACK, host), (Axis.HOST, self.local_rank(rank))):
@@ -235,7 +235,7 @@ class Seating:
 
 
 def _places_in(units: Sequence[int]) -> list[int]:
-    """Return each element's index among those with the same unit."""
+    """Return each element's index among the elements of its unit."""
     seen: Counter[int] = Counter()
     places: list[int] = []
     for unit in units:
