@@ -70,7 +70,6 @@ def why_not(tensor: Tensor) -> str | None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise Unsupported for parameters and buffers that cannot be captured."""
     for name, parameter in model.named_parameters():
         if why := why_not(parameter):
             raise Unsupported(f"the parameter {name!r} {why}")
@@ -119,7 +118,7 @@ class Change:
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
     """Raise CaptureFailed if the graph writes a tensor that overlaps itself or another one.
 
-    `inputs` are (name, value) in graph order; the graph's constants are checked too.
+    `inputs` are (name, value) in graph order.
     """
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
@@ -169,7 +168,7 @@ def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's memory; views have the same number."""
+    """Return an identifier of a tensor's memory; its views have the same."""
     address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return address or id(tensor)
 
@@ -197,8 +196,6 @@ def name_of_class(value: object) -> str:
 
 
 class TensorType(NamedTuple):
-    """Metadata of a tensor in a batch."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
@@ -239,7 +236,6 @@ class BatchType:
 
 
 def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
-    """Return the type and the leaves of a batch. Raises Unsupported."""
     leaves, structure = flatten(batch)
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}
@@ -247,7 +243,7 @@ def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
 
 
 def batch_change(batch: Any, before: BatchType, now: BatchType) -> Change | None:
-    """Return the first difference between the types of an earlier batch and this one."""
+    """Return the first difference between two batch types."""
     if before.structure != now.structure:
         return Change("the structure of the batch", str(before.structure), str(now.structure), _PAD)
     paths = [path for path, _ in flatten_with_paths(batch)]

@@ -214,7 +214,7 @@ _ENTRIES = (Tensor._nnz, Tensor.values, Tensor.indices, Tensor._values, Tensor._
 """Accessors of sparse entries, whose number depends on data."""
 
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
-"""Composite operators. Autocast casts the inputs of the operators inside them."""
+"""Composite operators whose inner operators are cast by autocast."""
 
 
 _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)

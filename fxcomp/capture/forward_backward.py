@@ -228,7 +228,7 @@ def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
             raise puts_gradient(name)
 
 
-# The results of the loss function
+# Results of the loss function
 
 
 def _checked(loss: Any) -> Tensor:

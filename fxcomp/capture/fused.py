@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 def fused_update_of(owner: Owned) -> FusedUpdate | None:
-    """Return the operator for torch's Adam, AdamW and SGD; None for subclasses, other classes and amsgrad."""
+    """Return the operator for torch's Adam, AdamW and SGD; None for other classes and amsgrad."""
     kind, options = type(owner.optimizer), owner.options
     if options.get("amsgrad"):
         return None

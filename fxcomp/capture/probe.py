@@ -310,7 +310,7 @@ def stepped(
     gradient: Tensor,
     state: Mapping[str, Any],
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Step a shadow on copies of value, gradient and state. Return the new value and state."""
+    """Step a shadow on copies. Return the new value and state."""
     stand_in = stand_in_for(value, gradient)
     after = step_alone(shadow, stand_in, options, copied(state))
     return stand_in.detach(), after
@@ -321,7 +321,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two tensors or plain values are equal bit for bit."""
+    """Return whether two values are equal bit for bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
     return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)

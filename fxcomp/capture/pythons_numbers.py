@@ -37,8 +37,6 @@ _OF_TRUTHS = ("__index__", "__xor__", "__rxor__")
 
 
 class NumberReader:
-    """Reader of numbers in traced tensors for the user's code."""
-
     def __init__(self, fakes: StepFakes):
         self._fakes = fakes
         self._tolist: Callable[[Tensor], Any] = vars(compat.Fake)["tolist"]
@@ -99,7 +97,6 @@ class NumberReader:
 
 @contextmanager
 def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
-    """Make symbols behave as numbers for the user's code inside the context."""
     reader = NumberReader(fakes)
     attributes: dict[type | ModuleType, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
     # A fake's own `tolist` reads elements one by one.

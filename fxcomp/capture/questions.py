@@ -143,12 +143,12 @@ class Given:
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of nodes whose values are never written in place; all questions share them."""
+    """Copies of nodes without in-place writes, shared by all questions."""
 
     tracer: Any = None
     of: dict[Node, Node] = field(default_factory=dict[Node, Node])
     makers: dict[str, tuple[Node, int | None]] = field(default_factory=dict[str, tuple[Node, int | None]])
-    """Node that created each symbol. If the symbol is a size of the node's value, its dimension, else None."""
+    """Node that created each symbol, and the dimension if the symbol is a size, else None."""
     seen: Node | None = None
 
 
@@ -161,7 +161,7 @@ class Questions:
         self._graph, self._root = Graph(), nn.Module()
         self._copies = _Copies()
         self._known: dict[str, Node] = {}
-        """Copies shared by questions, by a text of target and arguments, or of the input or constant."""
+        """Copies shared by questions, by a text that identifies them."""
         self._values: dict[Node, Any] = {}
         self._fed: dict[Node, Feed] = {}
         self._parts: dict[Node, list[Node]] = {}

@@ -30,7 +30,6 @@ class StandIns:
         self._names = {id(stand_in): name for name, (_, stand_in) in traced.items()}
         self._real = {id(stand_in): real for real, stand_in in traced.values()}
         self.by_id = {id(real): stand_in for real, stand_in in traced.values()}
-        """Stand-ins by the id of the real tensor."""
 
     def name(self, traced: Any) -> str | None:
         return self._names.get(id(traced))

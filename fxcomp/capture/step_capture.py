@@ -33,7 +33,7 @@ SMALL_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffers:
-    """Names of the buffers that rank 0 sends, and when: agreed once for all captures.
+    """Names of the buffers that rank 0 sends, and when.
 
     DistributedDataParallel sends all buffers before each forward pass. Here only buffers that may have changed are
     sent, after the backward pass. A rank sees only its own captures, so the set is fixed at the first capture:
@@ -48,7 +48,7 @@ class SharedBuffers:
 
     @classmethod
     def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
-        """Agree on the buffers; every rank calls it with its first capture."""
+        """Every rank calls it with its first capture."""
         inputs = buffers(graph)
         names = {node: name for name, node in inputs.items()}
         mine: dict[str, Any] = {
@@ -125,7 +125,6 @@ def capture_first(training: Training, batch: Any) -> Captured:
 
 
 def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
-    """Return the facts of a first capture that must agree on all ranks."""
     named = list(training.model.named_parameters())
     facts: dict[str, Any] = {f"the shape of {name!r}": list(p.shape) for name, p in named}
     facts |= {f"the type of {name!r}": str(p.dtype) for name, p in named}

@@ -85,7 +85,7 @@ class StructureGuard:
         return tuple(k for k, (is_, was) in enumerate(zip(now, self._trainable, strict=True)) if was and not is_)
 
     def check_places(self) -> None:
-        """Raise StepChanged if a parameter or module was replaced; call it only after a module's tables changed."""
+        """Raise StepChanged if a parameter or module was replaced."""
         _check_same(
             "parameter",
             self._named,
@@ -238,7 +238,6 @@ class StepGuard:
         return self._training.watch.capturing()
 
     def change(self, old: Key, new: Key) -> Change | None:
-        """Return the first difference between two keys, or None."""
         if change := self._training.watch.difference(old.watched, new.watched):
             return change
         for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):

@@ -40,7 +40,6 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
-    """List the leaves of a tree with their paths."""
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(_opened(tree))[0]]
 
 

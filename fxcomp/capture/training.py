@@ -181,7 +181,6 @@ class Training:
 
     @property
     def owners(self) -> dict[str, Owned]:
-        """Trained parameters by name."""
         return {owner.name: owner for owner in self.owned}
 
     @property

@@ -45,7 +45,7 @@ _GLOBAL: Mapping[str, Any] = {
 def untouched(watched: Watched) -> Generator[None]:
     """Restore watched values and generators at the end. Raises CaptureFailed, which names the changes.
 
-    Enter it before the trace begins, because copying a tensor during the trace would be recorded as an operator.
+    Enter it before the trace, which would record its copies of tensors.
     """
     held = [(holder, _content(holder)) for holder in watched.holders]
     states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}

@@ -192,8 +192,8 @@ def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
     """Copy an elementwise update of `before` for a tensor like `after`.
 
-    Return None (the caller then traces) if a tensor is not contiguous or has no dimensions, an operator takes a list,
-    or an intermediate value has another shape than `before`.
+    Return None if a tensor is not contiguous or has no dimensions, an operator takes a list, or an intermediate value
+    has another shape than `before`.
     """
     if before.dim() == 0 or after.dim() == 0 or not before.is_contiguous() or not after.is_contiguous():
         return None
@@ -214,8 +214,8 @@ def clip(
 ) -> list[Node]:
     """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
-    The nodes are written directly, because tracing that function for hundreds of gradients took a fifth of
-    the capture time. Norms are fp32, or fp64 for fp64 gradients: in fp16, a million squares of 100 sum to infinity.
+    The nodes are written directly, because tracing that function took a fifth of the capture time.
+    Norms are fp32, or fp64 for fp64 gradients: the sum of a million squares of 100 is infinite in fp16.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)
     device = parameters[0].device

@@ -8,7 +8,7 @@
 
 Eager collectives fill tensors in place, cannot be traced, and would communicate even on fake tensors. While tracing
 they are replaced by the operator `exchange`. Tracing sends nothing, so a rank can capture alone. Each rank later
-issues the same collectives in the same order as in eager mode.
+issues the collectives in eager order.
 """
 
 from __future__ import annotations

@@ -554,7 +554,6 @@ class Watch:
         return {"loss_fn": self._loss_fn, **compat.global_module_hooks()}
 
     def watched(self) -> Watched:
-        """Return the current watched values."""
         return self._recent[self.number()]
 
     @property
@@ -599,7 +598,6 @@ class Watch:
         return bool(made)
 
     def difference(self, old: int, new: int) -> Change | None:
-        """Return the first difference between two states, or None."""
         if old == new:
             return None
         was, now = self._facts.get(old, {}), self._facts.get(new, {})

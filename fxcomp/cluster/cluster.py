@@ -111,7 +111,7 @@ class Cluster(Seating):
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
         """Put the hosts into racks of `hosts_per_rack`, in order.
 
-        A rack's uplink is `link`. The default has the hosts' total bandwidth / `oversubscription`, and their latency.
+        A rack's uplink is `link`: by default, its hosts' total bandwidth / `oversubscription`, with their latency.
         """
         if hosts_per_rack < 1:
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
@@ -231,7 +231,6 @@ def _depends_on_inter(key: Any) -> bool:
 
 
 def check_is_cluster(given: object) -> None:
-    """Raise BadOption unless `given` is a Cluster or None."""
     if not isinstance(given, Cluster | None):
         raise BadOption(
             f"cluster= takes a fxcomp.Cluster; it is a {type(given).__name__}.\n"

@@ -41,7 +41,7 @@ MOST = 1e18
 """Upper bound on latencies in µs and bandwidths in GB/s; its inverse is the lower bound on bandwidths (assumed)."""
 
 MOST_RANKS = 1 << 20
-"""Maximum number of ranks, several times the largest job; lists of this length fit into memory (assumed)."""
+"""Maximum number of ranks; lists of this length fit into memory (assumed)."""
 
 _DIGITS = 30
 

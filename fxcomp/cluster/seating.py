@@ -90,7 +90,7 @@ class Axis(Enum):
     RACK = "the hosts of a rack"
     RACKS = "the racks"
 
-    __hash__ = object.__hash__  # Enum's own hash runs in Python, slow in the search
+    __hash__ = object.__hash__  # Enum's own hash is slow
 
 
 class Level(Enum):
@@ -100,7 +100,7 @@ class Level(Enum):
     INTER = "inter"  # the ranks with the same index in their hosts
     WORLD = "world"  # all ranks
     RACK = "rack"  # subset of INTER: one rack
-    RACKS = "racks"  # subset of INTER: ranks of hosts with the same index in their racks
+    RACKS = "racks"  # subset of INTER: hosts with the same index in their racks
 
     __hash__ = object.__hash__
 
@@ -128,8 +128,6 @@ class Tier:
 
 
 class Seating:
-    """Placement of a cluster's ranks, and their groups."""
-
     __slots__ = ()
 
     hosts: int
@@ -148,12 +146,12 @@ class Seating:
 
     @property
     def has_levels(self) -> bool:
-        """True if all of several hosts have the same number of ranks, at least 2, and so can share inter-host work."""
+        """True if several hosts all have the same number of ranks, above 1, so that ranks can share inter-host work."""
         return self.is_even and self.hosts > 1 and self.ranks_per_host > 1
 
     @property
     def shape(self) -> str:
-        """Shape of the hosts: `8x4`, or `3+2` if hosts differ, with racks first: `2x4x8`."""
+        """Shape as text, such as `8x4`."""
         if "shape" not in self._known:
             self._known["shape"] = self._shape(range(self.world_size))
         return self._known["shape"]
@@ -164,7 +162,7 @@ class Seating:
 
     @property
     def has_racks(self) -> bool:
-        """True if several racks have equally many hosts, so that ranks can share inter-rack work."""
+        """True if there are several racks, with equal numbers of hosts, so that ranks can share inter-rack work."""
         counts = Counter(self._racks())
         return len(counts) > 1 and len(set(counts.values())) == 1
 
@@ -177,7 +175,7 @@ class Seating:
         return len(set(self._racks()))
 
     def place_along(self, axes: Collection[Axis], rank: int) -> int:
-        """Return a rank's index in the grid of `axes`, counted with hosts' ranks fastest and racks slowest."""
+        """Return a rank's index in the grid of `axes`, with racks outermost."""
         rack, host = self._racks()[self.placement[rank]], self.group(Level.RACK, rank).index(rank)
         place = 0
         for axis, at in ((Axis.RACKS, rack), (Axis.RACK, host), (Axis.HOST, self.local_rank(rank))):

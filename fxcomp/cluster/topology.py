@@ -27,7 +27,7 @@ class TrafficPattern(Enum):
     ROOT = "root"  # all ranks to the first rank, or the reverse
     ONE = "one"  # one rank to another
 
-    __hash__ = object.__hash__  # Enum's own hash runs in Python, slow in the search
+    __hash__ = object.__hash__  # Enum's own hash is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Crossing(NamedTuple):
 
     @classmethod
     def of(cls, inside: int, ranks: int, turns: int, *, units: int, has_root: bool) -> Crossing:
-        """Return the traffic on the uplink of a unit that has `inside` of the group's `ranks` ranks.
+        """Return the traffic on a unit's uplink.
 
-        `units` is the number of units with ranks of the group; `has_root` is True for the unit of the first rank.
+        The unit has `inside` of the group's `ranks` ranks; `units` units have some of them.
         """
         outside, others = ranks - inside, ranks - 1
         pairs = inside * outside / others  # each rank sends every other rank its part
@@ -118,7 +118,7 @@ class Tree:
     units: tuple[Sequence[int], ...]
 
     def traffic(self, groups: Sequence[tuple[int, ...]]) -> tuple[list[dict[Place, Crossing]], dict[Place, Crowd]]:
-        """Count the traffic of groups on their links, per group and in total, independent of bandwidths."""
+        """Count the traffic of groups on their links, per group and in total."""
         crossings = [self._crossings(group) for group in groups]
         everyone: defaultdict[Place, list[Crossing]] = defaultdict(list)
         for crossed in crossings:
@@ -134,7 +134,7 @@ class Tree:
         """Count the traffic of a group on each of its links.
 
         A host's uplink is used if there are members elsewhere, a rank's own link if its host has another member. A
-        shared medium is one link: its load is the sum of the traffic inside its unit and into the unit.
+        shared medium is one link, with the sum of the traffic inside its unit and into the unit.
         """
         found: dict[Place, Crossing] = {}
         for tier, link in enumerate(self.links):

@@ -70,7 +70,6 @@ class ErrorRow:
 
 
 Rows = Mapping[str, ErrorRow]
-"""Rows by gradient."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class ErrorTable:
     def errors_of(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
         """Return a compressor's error on each gradient: measured, or assumed for Gaussian values.
 
-        Top-k and low-rank compressors keep the largest values or singular values, so the error is convex in the number
-        kept, and linear interpolation between columns never understates it.
+        Top-k and low-rank compressors keep the largest (singular) values, so the error is convex in their number, and
+        linear interpolation never understates it.
         """
         assumed, found = gaussian_error(compressor, ranks), list[float]()
         column, is_low_rank = _column_of(compressor), isinstance(compressor, PowerSGD)
@@ -144,7 +143,6 @@ class ErrorTable:
 
 
 ASSUMED = ErrorTable()
-"""The empty table."""
 
 
 @lru_cache(maxsize=4096)
@@ -223,7 +221,7 @@ def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
 
 
 def _legal(rows: Rows) -> Rows:
-    """Treat invalid numbers as not measured; make errors fall with the number of values or ranks kept."""
+    """Treat invalid numbers as not measured; make errors fall with the number kept."""
     sizes = {name: row for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
     return {name: _repaired(row if row.size else replace(row, squares=0.0, samples=0)) for name, row in sizes.items()}
 
