@@ -168,7 +168,7 @@ def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's memory; its views have the same."""
+    """Return an identifier of a tensor's memory; views have the same identifier."""
     address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return address or id(tensor)
 

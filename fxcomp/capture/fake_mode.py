@@ -79,7 +79,7 @@ _CASTS = {
 """In-place operators whose fakes do not check the result type, with out-of-place operators that compute it."""
 
 MAKER = "fxcomp_maker"
-"""Attribute of a fake: the operator that made the fake."""
+"""Name of the attribute in which a fake stores its operator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is torch's: such updates read no other parameter."""
+    """Return whether the class is torch's, whose updates read one parameter only."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 

@@ -19,7 +19,7 @@ from fxcomp.capture.shadow import plain_options, shadow_of, unseen
 def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
     """Create missing state, and record it in `fresh_states`.
 
-    Its values come from the first step of a stand-in; similar parameters share one.
+    The values come from the first step of a stand-in, shared by similar parameters.
     """
     missing = [owner for owner in owned if not is_kept(owner.state)]
     for owner in missing:
@@ -53,7 +53,7 @@ def is_fresh(owner: Owned) -> bool:
 
 
 def may_change(state: Mapping[str, Any]) -> bool:
-    """Return whether initial `state` may depend on parameters or options: it is not zero."""
+    """Return whether initial `state` is not zero, so that it may depend on parameters or options."""
     return any(bool(value.any()) for value in state.values() if isinstance(value, Tensor))
 
 

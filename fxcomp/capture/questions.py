@@ -137,8 +137,7 @@ class Given:
 
     value: Any
     feed: Feed | None
-    """Function of the batch's leaves that returns the value before each step; None for trained parameters
-    and the loss scale."""
+    """Function of the batch's leaves that returns the value before each step; None for trained parameters and the scale."""
 
 
 @dataclass(slots=True)
@@ -161,11 +160,11 @@ class Questions:
         self._graph, self._root = Graph(), nn.Module()
         self._copies = _Copies()
         self._known: dict[str, Node] = {}
-        """Copies shared by questions, by a text that identifies them."""
+        """Copies that questions share, keyed by a description."""
         self._values: dict[Node, Any] = {}
         self._fed: dict[Node, Feed] = {}
         self._parts: dict[Node, list[Node]] = {}
-        """Copies of all dependencies, by a copy that is computed with in-place writes."""
+        """Copies of all dependencies of each copy that is computed with in-place writes."""
         self._asked: dict[str, Asked] = {}
 
     def __len__(self) -> int:

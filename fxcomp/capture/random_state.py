@@ -1,4 +1,4 @@
-"""Capture reads and writes of a random generator's state, so that activation checkpointing repeats its masks.
+"""Capture reads and writes of a random generator's state, so that activation checkpointing repeats dropout masks.
 
     torch.get_rng_state()       before a checkpointed block, and before its recomputation
     torch.set_rng_state(state)  to recompute the block, and to continue afterwards

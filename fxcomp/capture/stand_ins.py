@@ -72,7 +72,7 @@ class StandIns:
                 self._carry_back(*self._traced[name], before, own[name])
 
     def _carry_back(self, real: Tensor, stand_in: Tensor, before: Mapping[str, Any], own: set[str]) -> None:
-        """Give the real tensor the attributes that the step wrote; `untouched` then removes traced tensors."""
+        """Apply the attribute writes of the step to the real tensor; `untouched` then removes traced tensors."""
         now = {key: value for key, value in vars(stand_in).items() if key not in own and key != MAKER}
         for key, value in now.items():
             if key not in before or value is not before[key]:

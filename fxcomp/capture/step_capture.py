@@ -28,7 +28,7 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Maximum total size of sent buffers that no step writes, in bytes: costs a few latencies (assumed)."""
+"""Maximum total size, in bytes, of sent buffers that no step writes: worth a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SharedBuffers:
 
     @classmethod
     def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
-        """Every rank calls it with its first capture."""
+        """Agree on the buffers; every rank calls it with its first capture."""
         inputs = buffers(graph)
         names = {node: name for name, node in inputs.items()}
         mine: dict[str, Any] = {

@@ -234,7 +234,7 @@ class StepGuard:
         return self._training.watch.watched()
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Do not count changes of floats, which tracing makes."""
+        """Do not count changes of floats by tracing."""
         return self._training.watch.capturing()
 
     def change(self, old: Key, new: Key) -> Change | None:

@@ -90,7 +90,7 @@ class _Trial:
             self._value, self._state = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
-        """Compare the traced update with the optimizer's, for `numbers` and for counters `later` steps later."""
+        """Return whether the traced update equals the optimizer's, for `numbers` and counters `later` steps ahead."""
         counters = self._habits.counters
         state = copied(self._state)
         state |= {key: state[key] + later * growth for key, growth in counters.items()}
@@ -121,7 +121,7 @@ class UpdateTraces:
         self._training, self._inputs = training, inputs
         self._traced: dict[Any, GraphModule] = {}
         self._first_of: dict[Any, tuple[Tensor, GraphModule]] = {}
-        """First parameter of a group, state keys and dtype, with its trace, which is resized for other shapes."""
+        """First parameter for each group, state keys and dtype, and its update, which is resized for other shapes."""
 
     def of(self, owner: Owned) -> GraphModule:
         parameter, keys = owner.parameter, tuple(state_tensors(owner.state))

@@ -207,7 +207,10 @@ class Watched:
         names: frozenset[str] = frozenset(),
         live: Collection[str] = (),
     ):
-        """Walk once. `names` are attributes of plain objects that code may read, `live` the names of live floats."""
+        """Find the watched values.
+
+        `names` are attributes of plain objects that code may read; `live` are the names of live floats.
+        """
         self.floats: dict[str, Place] = {}
         """Places of floats that are live or may become live."""
         self._may_be_live = live

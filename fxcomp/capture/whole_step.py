@@ -188,7 +188,7 @@ class GraphBuilder:
             call(self.graph, *what, name="counted", value=count.meta["val"])
 
     def no_gradient(self, of: Node, loss: Node, parameter: str) -> Node:
-        """Append zeros as the gradient of an unused parameter; placed before the backward pass."""
+        """Insert zeros after the loss, as the gradient of an unused parameter."""
         with self.graph.inserting_after(loss if loss.op != "placeholder" else self._last_input()):
             what = torch.ops.aten.zeros_like.default, (of,), NodeInfo(Role.GRADIENT, parameter)
             return call(self.graph, *what, value=torch.empty_like(of.meta["val"]))
@@ -246,7 +246,7 @@ def same_with_numbers(
 
 
 def _is_size(node: Node) -> bool:
-    """Return whether a node is or computes a symbolic size or live float: a trace with numbers has none."""
+    """Return whether a node computes a symbolic size or live float, which a trace with numbers lacks."""
     value = node.meta.get("val")
     is_value = node.op in ("placeholder", "call_function")
     return is_value and isinstance(value, compat.SYMBOLS) and not compat.unbacked_symbols(value)

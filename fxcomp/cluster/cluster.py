@@ -93,13 +93,13 @@ class Cluster(Seating):
     # Links
 
     def link_at(self, level: Level) -> Link:
-        """Return the link of a level; for the world, the link between hosts if there are several."""
+        """Return the link of a level; for WORLD, `inter` if there are several hosts."""
         if level is Level.INTRA or (level is Level.WORLD and self.hosts == 1):
             return self.intra
         return self.above[0].link if level is Level.RACKS and self.above else self.inter
 
     def with_inter(self, gb_per_s: float) -> Cluster:
-        """Change the bandwidth between hosts to `gb_per_s`, and scale tiers above alike."""
+        """Change the bandwidth between hosts to `gb_per_s`, and scale higher tiers by the same factor."""
         factor = gb_per_s / self.inter.gb_per_s
         above = tuple(replace(tier, link=tier.link.at_gb_per_s(tier.link.gb_per_s * factor)) for tier in self.above)
         changed = replace(self, inter=self.inter.at_gb_per_s(gb_per_s), above=above)

@@ -31,7 +31,7 @@ def shape_text(hosts_of_ranks: Iterable[int], units_above: Sequence[Sequence[int
 
 
 def join_units(texts: Iterable[str]) -> str:
-    """Join the shapes of units: `4x1` for 4 equal ones, else `3+2`, largest first."""
+    """Join the shapes of units: `4x1` for 4 equal units, else `3+2`, largest first."""
     counts = Counter(texts)
     ordered = sorted(counts, key=lambda text: (int(text) if text.isdigit() else 0, text), reverse=True)
     if len(ordered) == 1:

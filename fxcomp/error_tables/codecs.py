@@ -52,10 +52,9 @@ _SORTED = 1 << 12
 def lost_by_largest(value: Tensor, kept: Sequence[int]) -> list[float]:
     """Return |v|² without the k largest magnitudes, for each k in the ascending `kept`.
 
-        1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
+        largest 1/4 of all values  -->  largest 10 %, found among these  -->  largest 3 %, found among these  --> ...
 
-    Each selection reads only the values that the previous selection kept. Errors are sums of the omitted squares, not
-    differences of large numbers.
+    Errors are sums of the omitted squares, not differences of large numbers.
     """
     lost, left, rest = list[float](), 0.0, value
     for number, count in reversed(list(enumerate(kept, 1))):

@@ -7,7 +7,7 @@
 
     family      a column for                   used for
     LARGEST     shares of values kept          topk; sidco, which sends about as many values
-    LOW_RANK    ranks of the nearest matrix    powersgd
+    LOW_RANK    matrix ranks                   powersgd
     CODECS      compressors that round         the same compressor
 
 Each measurement covers one family (`measure.py`). `averaged` averages a family's measurements, `joined` makes a table
@@ -221,7 +221,7 @@ def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
 
 
 def _legal(rows: Rows) -> Rows:
-    """Treat invalid numbers as not measured; make errors fall with the number kept."""
+    """Treat invalid numbers as not measured; make errors fall as more values or ranks are kept."""
     sizes = {name: row for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
     return {name: _repaired(row if row.size else replace(row, squares=0.0, samples=0)) for name, row in sizes.items()}
 
