@@ -137,7 +137,7 @@ class Given:
 
     value: Any
     feed: Feed | None
-    """Function of the batch's leaves that returns the value before each step; None for trained parameters and the scale."""
+    """Function from the batch's leaves to the value, called before each step; None for trained parameters and scale."""
 
 
 @dataclass(slots=True)
