@@ -83,8 +83,8 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
         %alias  update    f32[4,2]  aten.alias(%mm)      fc.weight
         output(None, (%alias, None))
 
-    `names` are the trainable parameters by input index; `members` average their gradients. With the role update, the
-    alias comes after the collective and is a view of the averaged bucket, whose memory the step's caller then owns.
+    `names` maps input indices to trainable parameters. The ranks in `members` average the gradients. The alias has the
+    role update, so it comes after the collective: a view of the averaged bucket, whose memory the step's caller owns.
     """
     gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
     _replay_states(gm)
@@ -135,7 +135,7 @@ def _fixed(gradient: Tensor) -> Tensor:
 
 
 def _reduction_behind(value: Node) -> Node | None:
-    """Return the user's collective whose result, possibly scaled, is an output; else None."""
+    """Return the user's collective if `value` is its result, possibly scaled; else None."""
     wait = value
     if value.target in (aten.div.Tensor, aten.mul.Tensor) and isinstance(value.args[1], int | float):
         wait = value.args[0]
@@ -153,7 +153,7 @@ def _last_input(gm: GraphModule) -> Node:
 
 
 def _keep_exchanges(gm: GraphModule, members: Members) -> None:
-    """Check that collectives of gradients include all members; label other collectives as the user's."""
+    """Raise if a gradient's collective is not over exactly `members`; label other collectives as the user's."""
     ours: set[Node] = set()
     for node in gm.graph.nodes:
         if not compat.communicates(node.target):
@@ -167,12 +167,12 @@ def _keep_exchanges(gm: GraphModule, members: Members) -> None:
                     f"the gradient of {info(carried).parameter!r} is reduced over {reduced}; fxcomp averages over"
                     f" {members}.\n  Leave the reduction out, or pass its group as process_group=."
                 )
-        elif carried not in ours:  # except waits for them
+        elif carried not in ours:  # a wait for a gradient's collective gets no label
             set_info(node, NodeInfo(Role.EXCHANGE))
 
 
 def _replay_states(gm: GraphModule) -> None:
-    """Expand `run_with_rng_state`, with which activation checkpointing repeats draws.
+    """Expand `run_with_rng_state`, which activation checkpointing uses to repeat draws.
 
        %out  run_with_rng_state(%state, aten.bernoulli.p, %x, 0.9)
     -->

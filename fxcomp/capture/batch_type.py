@@ -33,7 +33,7 @@ _NEITHER = (False, False)
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Return a key of class, layout and lazy views; PLAIN for most tensors."""
+    """Return a key of class, layout and lazy conjugation or negation; PLAIN for most tensors."""
     lazily = tensor.is_conj(), tensor.is_neg()
     if type(tensor) is Tensor and tensor.layout is torch.strided and lazily == _NEITHER:
         return "buffer" if getattr(tensor, "_is_buffer", False) else PLAIN
@@ -70,7 +70,6 @@ def why_not(tensor: Tensor) -> str | None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise Unsupported for parameters and buffers that cannot be captured."""
     for name, parameter in model.named_parameters():
         if why := why_not(parameter):
             raise Unsupported(f"the parameter {name!r} {why}")
@@ -117,7 +116,10 @@ class Change:
 
 
 def check_written(body: GraphModule, inputs: Sequence[tuple[str, Any]]) -> None:
-    """Raise CaptureFailed if a written input or constant overlaps itself or another. `inputs` are in graph order."""
+    """Raise CaptureFailed if the graph writes a tensor that overlaps itself or another one.
+
+    `inputs` are (name, value) in graph order.
+    """
     places = [node for node in body.graph.nodes if node.op == "placeholder"]
     tensor_of = {place: value for place, value in zip(places, inputs, strict=True) if isinstance(value[1], Tensor)}
     for node in body.graph.find_nodes(op="get_attr"):
@@ -166,7 +168,7 @@ def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return a number for a tensor's memory, shared by its views."""
+    """Return an identifier of a tensor's memory; views have the same identifier."""
     address = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     return address or id(tensor)
 
@@ -194,8 +196,6 @@ def name_of_class(value: object) -> str:
 
 
 class TensorType(NamedTuple):
-    """Metadata of a batch's tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
@@ -207,7 +207,7 @@ class TensorType(NamedTuple):
     shares_with: int
     """Index of the first leaf in the same memory."""
     kind: Hashable = PLAIN
-    """Key of `kind_of`."""
+    """Result of `kind_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +230,12 @@ class BatchType:
         return ", ".join(said[:_SHOWN] + [f"{len(said) - _SHOWN} more"] * (len(said) > _SHOWN)) or "no tensors"
 
     def like(self) -> Hashable:
-        """Return the type with numbers of dimensions instead of sizes."""
+        """Return the type, with each shape replaced by its number of dimensions."""
         ranks = tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf, TensorType) else leaf for leaf in self.leaves)
         return (str(self.structure), ranks)
 
 
 def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
-    """Return the type and the leaves of a batch. Raises Unsupported."""
     leaves, structure = flatten(batch)
     tensors: dict[int, int] = {}
     memories: dict[int, int] = {}
@@ -244,7 +243,7 @@ def batch_type(batch: Any) -> tuple[BatchType, list[Any]]:
 
 
 def batch_change(batch: Any, before: BatchType, now: BatchType) -> Change | None:
-    """Return the first difference between the types of an earlier batch and this one."""
+    """Return the first difference between two batch types."""
     if before.structure != now.structure:
         return Change("the structure of the batch", str(before.structure), str(now.structure), _PAD)
     paths = [path for path, _ in flatten_with_paths(batch)]

@@ -159,8 +159,8 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
 
     Yields a recorder of gradient hooks and of weights whose gradient is sparse in eager PyTorch.
 
-    `caches_casts` restores autocast's cache, which tracing turns off: with it, a weight used twice is cast once, and
-    its gradient is summed in the lower precision.
+    `caches_casts` turns on autocast's cache, which tracing turns off. With the cache, a weight used twice is cast once,
+    and its gradient is summed in the lower precision.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(caches_casts)
@@ -180,7 +180,7 @@ def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Ge
 
 @contextmanager
 def _methods_refused() -> Generator[None]:
-    """Raise for storage methods that crash or do nothing on a fake, and for GradScaler.scale in the loss."""
+    """Raise for storage methods that crash or do nothing on a fake, and for GradScaler.scale in loss_fn."""
 
     def refusing(name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(torch.UntypedStorage, name)
@@ -214,7 +214,7 @@ _ENTRIES = (Tensor._nnz, Tensor.values, Tensor.indices, Tensor._values, Tensor._
 """Accessors of sparse entries, whose number depends on data."""
 
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
-"""Composite operators whose inner operators autocast casts."""
+"""Composite operators whose inner operators are cast by autocast."""
 
 
 _LOOKS_UP = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)
@@ -235,11 +235,11 @@ _QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquan
 
 
 _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
-"""Functions of one tensor that accept sizes as tensors."""
+"""Functions of one tensor whose sizes or factors may be scalar tensors."""
 
 
 class _Refusing(EqualToReal):
-    """Function mode that raises for operations without an operator in the graph, as `tensor.data = value`."""
+    """Function mode that raises for calls that no operator can represent, such as `.numpy()`, and adapts others."""
 
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__(stand_ins)
@@ -344,7 +344,7 @@ class _Refusing(EqualToReal):
 
 
 def puts_gradient(name: str, at: str = "") -> CaptureFailed:
-    """Return the error for a step that writes `.grad`, to which eager PyTorch would add."""
+    """Return the error for a step that writes a parameter's `.grad`."""
     return CaptureFailed(
         f"the step puts a gradient into .grad of {name!r}, to which a compiled step adds nothing.\n{at}"
         "  Return the sum of all losses instead of calling backward() on one, or take gradients with"

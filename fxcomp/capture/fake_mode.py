@@ -62,7 +62,7 @@ _PICKS = frozenset({aten.all.default, aten.any.default, aten.max.default, aten.m
 
 
 _NORMALISES = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
-"""CPU batch norm, with the index of its input argument."""
+"""Batch norm operators whose fakes have wrong strides on the CPU, with the index of the input argument."""
 
 _DIVIDES_BY_SIZE = frozenset(
     {aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default}
@@ -76,10 +76,10 @@ _CASTS = {
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
     aten.logit_.default: aten.logit.default,
 }  # fmt: skip
-"""In-place operators whose fakes do not check the result type, with the operators that give this type."""
+"""In-place operators whose fakes do not check the result type, with out-of-place operators that compute it."""
 
 MAKER = "fxcomp_maker"
-"""Name of a fake's attribute for the operator that made the fake."""
+"""Name of the attribute in which a fake stores its operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class StepFakes(compat.FakeMode):
                 self._ranges.pop(_storage(tensor), None)
 
     def _number(self, func: OpOverload, types: Sequence[type], args: Sequence[Any]) -> Any:
-        """Read a scalar tensor: a symbol, unless its range is a single number."""
+        """Read a scalar tensor. Return a number if its range has equal ends, else a symbol."""
         tensor, ends = args[0], self._range_of(args[0])
         low = high = None
         if ends is not None:
@@ -269,7 +269,7 @@ def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the fake of a grouped product; torch's fake supports only unpadded bf16."""
+    """Return the fake of a grouped matrix product; torch's fake supports only unpadded bf16."""
     assert bias is None, "the operator refuses a bias"
     groups = 0 if offs is None else offs.shape[0]
     rows, columns = (a.shape[0] if a.dim() == 2 else a.shape[1]), b.shape[-1]
@@ -294,14 +294,14 @@ class StepInputs:
 
     def __init__(self, training: Training, batch: Any, varying: Varying, live: Mapping[str, Place] = NO_FLOATS):
         self.mode = StepFakes()
-        # A separate mode keeps the optimizer's live numbers out of the batch's shape guards.
+        # A separate mode keeps symbols of hyper-parameters out of the batch's shape guards.
         self.update_mode, self.update_shapes = compat.fake_mode()
         self.parameters = [(name, p, self.of(p)) for name, p in training.model.named_parameters()]
         self.buffers = [(name, b, self.of(b)) for name, b in training.model.named_buffers()]
         leaves, self.batch_spec = flatten(batch)
         self.first_places = first_places(leaves)
         self._model, self._leaves = training.model, leaves
-        # A batch tensor that code also reads from outside gets two fakes, because the next batch has another tensor.
+        # A batch tensor that is also a global gets a second fake, because the next batch has another tensor.
         compat.forget_fakes(self.mode, leaves)
         self.batch = [
             compat.fake_with_dynamic_dims(self.mode, leaf, varying.get(i, frozenset()), f"batch_{i}")
@@ -309,7 +309,7 @@ class StepInputs:
         ]
         compat.forget_fakes(self.mode, leaves)
         self.live = live
-        """Floats outside of the batch that are inputs, by name."""
+        """Places of Python floats that are inputs of the graph, by name."""
         self.numbers = [compat.live_number(self.mode.shapes, place.value, name) for name, place in live.items()]
         self._symbols = [compat.symbols_of_number(number) for number in self.numbers]
         self._are_written = False
@@ -321,7 +321,7 @@ class StepInputs:
             *([("the scale of the loss", scale.scale)] if scale is not None else []),
             *((name, None) for name in live),
         ]
-        """Real inputs and their names in errors; None for a number or a repeated tensor."""
+        """(name in errors, real tensor) of each input; None instead of a number or a repeated tensor."""
 
     @contextmanager
     def asked(self) -> Generator[Questions]:
@@ -361,14 +361,14 @@ class StepInputs:
 
     @property
     def decided(self) -> list[str]:
-        """Live floats that decided a branch or became a plain number or text."""
+        """Names of live floats that decided a branch, or that Python read as a plain number or text."""
         decided = compat.decided_symbols(self.mode.shapes)
         pairs = zip(self.live, self._symbols, strict=True)
         return [name for name, symbols in pairs if self._are_written or decided & symbols]
 
     @property
     def symbols(self) -> set[str]:
-        """Names of the batch's varying sizes."""
+        """Names of the symbols in the batch's sizes."""
         return compat.symbols(self.batch)
 
     def named_pairs(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

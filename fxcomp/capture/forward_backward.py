@@ -1,7 +1,7 @@
-"""Trace the loss function and its backward pass into one functional graph, and raise if it would train wrongly.
+"""Trace the loss function and its backward pass into one functional graph; raise if the graph would train wrongly.
 
-While tracing, traced tensors replace the model's. If the forward pass assigns a tensor to a buffer, the graph copies it
-into the old buffer, so shape and dtype must not change.
+While tracing, traced tensors replace the model's parameters and buffers. If the forward pass assigns a tensor to a
+buffer, the graph copies it into the old buffer, so shape and dtype must not change.
 """
 
 # private tables of nn.Module
@@ -65,7 +65,7 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
 
 
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device] | None
-"""Shape, dtype and device; None for no tensor."""
+"""Shape, dtype and device of a table's entry; None if it holds no tensor."""
 
 
 def _write_back(held: Sequence[tuple[str, Table, Mapping[str, tuple[Any, _Kind]]]]) -> None:
@@ -114,7 +114,7 @@ def _refresh_flat_weights(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs of the forward and backward graph: loss, auxiliary tensors, gradients."""
+    """Meaning of the forward and backward graph's outputs: loss, auxiliary tensors, gradients."""
 
     has_aux: bool
     aux_spec: pytree.TreeSpec | None
@@ -204,8 +204,8 @@ def trace_forward_backward(training: Training, inputs: StepInputs) -> tuple[Grap
         inputs.asked() as questions,
         explaining(inputs.mode),
         warnings.catch_warnings(),
-        # Without oneDNN, an LSTM is traced as plain operators; oneDNN's saves tensors for backward only under autograd.
-        # Other operators choose oneDNN at run time.
+        # Without oneDNN, an LSTM is traced as plain operators; oneDNN's LSTM saves tensors for backward only under
+        # autograd. Other operators choose oneDNN at run time.
         compat.onednn(False),
     ):
         warnings.filterwarnings("ignore", message=".*_tensor_constant.*")
@@ -228,7 +228,7 @@ def _check_no_backward(parameters: Mapping[str, Tensor]) -> None:
             raise puts_gradient(name)
 
 
-# The results of the loss function
+# Results of the loss function
 
 
 def _checked(loss: Any) -> Tensor:
@@ -288,13 +288,13 @@ def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Ten
 
 
 def _calls_out(loss: Tensor) -> bool:
-    """Return whether a backward pass calls an autograd.Function or a C++ function like it."""
+    """Return whether a backward pass calls an autograd.Function or a C++ autograd function."""
     kinds = set(map(type, compat.nodes_of(loss)))
     return any(kind.__module__ != "builtins" or kind.__name__ == "CppFunction" for kind in kinds)
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:
-    """Return the only gradient that arrived if `.grad` is a copy of it, else `.grad`."""
+    """Return the only element of `arrived` if `gradient` is a copy of it, else `gradient`."""
     if gradient is None or len(arrived) != 1:
         return gradient
     is_copy = compat.node_of(gradient).all_input_nodes == [compat.node_of(arrived[0])]
@@ -318,7 +318,7 @@ def _check_gradients(named: Mapping[str, Tensor | None]) -> None:
 
 
 def _constant(leaf: Any) -> Constant | None:
-    """Make a constant from an auxiliary leaf; None for tensors and size-dependent numbers, which the graph returns.
+    """Make a constant of an auxiliary leaf; None for a tensor or a symbolic number, which the graph returns.
 
     Raises Unsupported for other values.
     """
@@ -357,7 +357,7 @@ def _restore_random_order(body: GraphModule) -> None:
 
 
 def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
-    """Raise CaptureFailed for unrepeated draws, tensors of an earlier trace, and parameters read from kept tensors."""
+    """Raise CaptureFailed for new draws in backward, and for reads of tensors or parameters kept outside the model."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
     check_draws_again(body, outputs[0])

@@ -1,6 +1,6 @@
 """Choose torch's fused operator for a parameter's update, if there is one.
 
-The captured graph keeps the traced update. `passes/fuse_updates.py` replaces it if the fused one is faster.
+The captured graph keeps the traced update. `passes/fuse_updates.py` replaces it if the fused operator is faster.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 def fused_update_of(owner: Owned) -> FusedUpdate | None:
-    """Return the operator for torch's Adam, AdamW and SGD; None for subclasses, other classes and amsgrad."""
+    """Return the operator for torch's Adam, AdamW and SGD; None for other classes and amsgrad."""
     kind, options = type(owner.optimizer), owner.options
     if options.get("amsgrad"):
         return None

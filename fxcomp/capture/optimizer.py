@@ -29,9 +29,9 @@ class Owned:
     parameter: nn.Parameter
     optimizer: torch.optim.Optimizer
     place: int = 0
-    """Group index within its optimizer."""
+    """Index of the parameter group within its optimizer."""
     group: int = 0
-    """Group index over all optimizers."""
+    """Index of the parameter group over all optimizers."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class FreshState:
 
     state: Mapping[str, Any]
     begun: Mapping[str, Any]
-    """Initial values."""
+    """Initial values of `state`."""
 
 
 _FRESH: MutableMapping[torch.optim.Optimizer, dict[Tensor, FreshState]] = WeakIdKeyDictionary()
@@ -97,7 +97,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is torch's: its updates read one parameter only."""
+    """Return whether the class is torch's, whose updates read one parameter only."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -149,8 +149,8 @@ _MANY = 1000
 def baked(value: Any) -> Hashable:
     """Return a key to compare a value that is a constant of the graph.
 
-    Plain values are compared by value, tensors and collections of more than _MANY values by identity, other objects not
-    at all (None).
+    Plain values and collections are compared by value; tensors and collections of more than _MANY items by identity;
+    other objects not at all (None).
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -169,7 +169,7 @@ def _read(number: Any) -> Any:
 
 
 def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
-    """Return a function that reads a number of these groups. Numbers on a device are copied in one transfer."""
+    """Return a function that reads a live number of `groups`. Numbers on a device are copied in one transfer."""
     given = [group.get(key) for group in groups for key in LIVE_NUMBERS]
     flat = chain.from_iterable(value if is_sequence(value) else (value,) for value in given)
     there = [value for value in flat if isinstance(value, Tensor) and compat.works_later(value.device)]
@@ -181,7 +181,7 @@ def read_together(groups: Sequence[Mapping[str, Any]]) -> Callable[[Any], Any]:
 
 
 def live_numbers(group: Mapping[str, Any], read: Callable[[Any], Any] = _read) -> dict[str, float]:
-    """Return the numbers of a group that are inputs of the graph, with `betas` as two numbers."""
+    """Return the numbers of a group that are inputs of the graph, with `betas` as `betas_0` and `betas_1`."""
     found: dict[str, float] = {}
     for key in LIVE_NUMBERS:
         if key == "dampening" and not group.get("momentum"):
@@ -197,7 +197,7 @@ def live_numbers(group: Mapping[str, Any], read: Callable[[Any], Any] = _read) -
 
 
 def with_live(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group's options with other live numbers."""
+    """Copy a group's options, with live numbers replaced by `numbers`."""
     options = {key: value for key, value in group.items() if key != "params"}
     for key, value in options.items():
         if is_sequence(value):
@@ -212,8 +212,8 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def is_kept(state: Mapping[str, Any]) -> bool:
-    """Return whether a state has a value other than None, which SGD without momentum keeps."""
-    for value in state.values():  # noqa: SIM110  # sooner than any() before every step
+    """Return whether any value of a state is not None. SGD without momentum keeps None."""
+    for value in state.values():  # noqa: SIM110  # faster than any(), and called before every step
         if value is not None:
             return True
     return False

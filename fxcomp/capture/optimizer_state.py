@@ -17,9 +17,9 @@ from fxcomp.capture.shadow import plain_options, shadow_of, unseen
 
 
 def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
-    """Create missing state, and record that it is fresh.
+    """Create missing state, and record it in `fresh_states`.
 
-    The values come from a first step of a stand-in, once for similar parameters.
+    The values come from the first step of a stand-in, shared by similar parameters.
     """
     missing = [owner for owner in owned if not is_kept(owner.state)]
     for owner in missing:
@@ -53,7 +53,7 @@ def is_fresh(owner: Owned) -> bool:
 
 
 def may_change(state: Mapping[str, Any]) -> bool:
-    """Return whether initial state may depend on parameters or options."""
+    """Return whether initial `state` is not zero, so that it may depend on parameters or options."""
     return any(bool(value.any()) for value in state.values() if isinstance(value, Tensor))
 
 
@@ -68,7 +68,7 @@ def _beginnings(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> list[di
             likeness = (owner.group, parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
             if likeness not in of_likeness or known.follows_parameter:
                 value = parameter if known.follows_parameter else torch.zeros_like(parameter)
-                # torch has no meta kernels for some fused updates; the state is the same.
+                # torch has no meta kernels for some fused updates; unfused ones make the same state.
                 options = plain_options(owner.options) if parameter.is_meta else owner.options
                 step = first_step(shadows[id(owner.optimizer)], options, value, torch.zeros_like(parameter))
                 of_likeness[likeness] = known.beginning(step)

@@ -26,13 +26,13 @@ class FirstStep:
 
     value: Tensor
     begun: Mapping[str, Any]
-    """First value of each state entry."""
+    """First value that the step wrote to each state entry."""
     state: Mapping[str, Any]
     group: Mapping[str, Any]
 
 
 def first_step(shadow: torch.optim.Optimizer, options: Mapping[str, Any], value: Tensor, gradient: Tensor) -> FirstStep:
-    """Step a shadow (copied optimizer) without state on copies of a value and a gradient."""
+    """Take the first step of a shadow (copied optimizer) on copies of a parameter's value and gradient."""
     parameter = nn.Parameter(value.clone())
     parameter.grad = gradient.clone()
     group: dict[str, Any] = {**options, "params": [parameter]}
@@ -79,7 +79,7 @@ _STEPS = 4
 """Number of steps that identify a counter."""
 
 _RATE = 1e-3
-"""Learning rate of stand-ins if the current one is zero, as in a warm-up."""
+"""Learning rate of stand-ins if the group's rate is zero, as in a warm-up."""
 
 _TORCHS_NOTES = ("_opt_called", "_warned_capturable_if_run_uncaptured")
 
@@ -89,7 +89,7 @@ class Habits:
     """Rules by which an optimizer's step initializes and updates the state of a parameter."""
 
     counters: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Python numbers in the state that each step increases, with the increment."""
+    """Increment per step of each counter, a Python number in the state."""
     zeros: frozenset[str] = frozenset()
     """State tensors that the first step sets from the gradient, as SGD sets its momentum buffer.
 
@@ -180,7 +180,7 @@ class _Probe:
         return same(after, first.value) and all(same(each, states.get(key)) for key, each in first.state.items())
 
     def _counters(self, first: FirstStep) -> dict[str, float]:
-        """Return the increments of Python numbers in the state. Raises Unsupported if one is uneven."""
+        """Return the increment per step of each Python number in the state. Raises Unsupported if it varies."""
         seen: dict[str, list[Any]] = {}
         value, state = first.value, first.state
         for _ in range(_STEPS):
@@ -321,7 +321,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two tensors or plain values are equal bit for bit."""
+    """Return whether two values are equal bit for bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
     return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
@@ -337,7 +337,7 @@ def _facts(table: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def named(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Name the optimizer in errors of its step."""
+    """Replace an error of the optimizer's step by Unsupported, which names the optimizer."""
     try:
         yield
     except errors.FxcompError:

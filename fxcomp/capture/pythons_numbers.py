@@ -1,12 +1,12 @@
 """Make symbols of a trace behave as Python numbers in the user's code.
 
-    str(ids[0].item()), {3: ...}.get(n)     reads the number: its text and its hash depend on it
+    str(ids[0].item()), {3: ...}.get(n)     reads the number, because text and hash depend on it
     isinstance(rows.shape[0], int)          true, as in eager PyTorch
     flag.item() is True                     a truth value is read at once
     v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 becomes a constant when it is read
 
 Without this, a symbol's text is "u0", its type SymInt, and SymPy's algebra is wrong for nan and infinity. A number that
-depends on more than batch and buffers cannot be read (`questions.py`). torch's own code still gets symbols.
+cannot be computed before the step cannot be read (`questions.py`). torch's own code still gets symbols.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -37,8 +37,6 @@ _OF_TRUTHS = ("__index__", "__xor__", "__rxor__")
 
 
 class NumberReader:
-    """Reader of numbers in traced tensors for the user's code."""
-
     def __init__(self, fakes: StepFakes):
         self._fakes = fakes
         self._tolist: Callable[[Tensor], Any] = vars(compat.Fake)["tolist"]
@@ -46,7 +44,7 @@ class NumberReader:
         """Symbols of floats that may be nan, infinite or -0.0."""
 
     def read(self, how: str, tensor: Tensor) -> Any:
-        """Return a tensor's `item()` or `tolist()`, by the name `how`."""
+        """Return the result of the tensor's method named `how`: `item` or `tolist`."""
         traced = compat.traced(tensor)
         if how == "tolist" and compat.is_fake(traced):
             is_long = traced.numel() > LONG
@@ -76,9 +74,9 @@ class NumberReader:
         return _plain(found)
 
     def known(self, tensor: Tensor, *, of_batch: bool = False) -> Tensor | None:
-        """Return a tensor's values if they depend only on tensors outside the model; else None.
+        """Return a tensor's values; None if they depend on an input of the step.
 
-        With `of_batch` they may also depend on the batch and buffers.
+        With `of_batch` they may depend on the batch, buffers and frozen parameters.
         """
         traced, questions = compat.traced(tensor), self._fakes.questions
         if questions is None or not compat.is_fake(traced) or compat.knows_values(traced):
@@ -99,10 +97,9 @@ class NumberReader:
 
 @contextmanager
 def pythons_numbers(fakes: StepFakes) -> Generator[NumberReader]:
-    """Make symbols behave as numbers for the user's code inside the context."""
     reader = NumberReader(fakes)
     attributes: dict[type | ModuleType, Mapping[str, Any]] = {kind: _attributes(kind, reader) for kind in _KINDS}
-    # A fake's own method reads elements one by one.
+    # A fake's own `tolist` reads elements one by one.
     attributes[compat.Fake] = {"tolist": lambda self: reader.read("tolist", self)}  # pyright: ignore[reportUnknownLambdaType]
     with compat.attributes_instead(attributes):
         yield reader
@@ -119,7 +116,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _number(symbol: Any) -> Any:
-    """Read a symbol's number. Raises an error in DATA_DEPENDENT if it is unknown."""
+    """Return a symbol's number. Raises one of compat.DATA_DEPENDENT if it is unknown."""
     return _KINDS[type(symbol)](symbol)
 
 
@@ -141,7 +138,7 @@ def _attributes(kind: type, reader: NumberReader) -> dict[str, Callable[..., Any
         return format(_number(self), form) if compat.is_asked_by_user() else object.__format__(self, form)
 
     def __hash__(self: Any) -> int:
-        # Libraries handle sizes without a hash.
+        # Symbols of sizes stay unhashable, which libraries handle.
         if compat.unbacked_symbols(self) and compat.is_asked_by_user():
             return hash(_number(self))
         return hashed(self)
@@ -200,7 +197,7 @@ def _comparison(compare: Callable[[Any, Any], Any], reader: NumberReader) -> Cal
 
 
 def _check_algebra(sides: Sequence[Any], open_: set[str]) -> None:
-    """Raise if a compared float may be nan: SymPy takes `v != v` as false."""
+    """Raise if a compared float may be nan, because SymPy simplifies `v != v` to false."""
     floats = [compat.symbols_of(side.node.expr) for side in sides if isinstance(side, torch.SymFloat)]
     if any(not names or open_.intersection(names) for names in floats):
         line = compat.users_line()

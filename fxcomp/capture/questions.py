@@ -1,4 +1,4 @@
-"""Answer Python's questions about values during tracing, if the answers depend only on the batch and buffers.
+"""Answer Python's questions about values during tracing, from the batch, buffers and frozen parameters.
 
 If Python branches on a data-dependent number, the nodes that compute it are copied, run on the real batch, and kept as
 a *prelude* of the step (`fxcomp.graph.prelude`), which repeats the questions before each step. A question is the whole
@@ -78,11 +78,11 @@ class Asked:
     numbers: Mapping[str, Node]
     answer: Any
     nodes: Sequence[Node]
-    """Nodes that compute the numbers, in order; some write in place."""
+    """Nodes that compute the numbers, in order; some may write in place."""
 
 
 def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) -> Prelude:
-    """Build the prelude. Nodes that can fail start a new stage, after the answers to earlier questions."""
+    """Build the prelude. Nodes that can fail start a new stage, which runs after earlier questions are answered."""
     computed: set[Node] = set(fed)
     parts: list[tuple[list[Node], list[Asked]]] = []
     for question in asked:
@@ -137,17 +137,17 @@ class Given:
 
     value: Any
     feed: Feed | None
-    """Function of the batch's leaves that returns the value before each step; None for trained parameters."""
+    """Function from the batch's leaves to the value, called before each step; None for trained parameters and scale."""
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of nodes that are never written; questions share them."""
+    """Copies of nodes without in-place writes, shared by all questions."""
 
     tracer: Any = None
     of: dict[Node, Node] = field(default_factory=dict[Node, Node])
     makers: dict[str, tuple[Node, int | None]] = field(default_factory=dict[str, tuple[Node, int | None]])
-    """Node that created each symbol, and the dimension of its value if the symbol is a size, else None."""
+    """Node that created each symbol, and the dimension if the symbol is a size, else None."""
     seen: Node | None = None
 
 
@@ -160,22 +160,22 @@ class Questions:
         self._graph, self._root = Graph(), nn.Module()
         self._copies = _Copies()
         self._known: dict[str, Node] = {}
-        """Copies by target and arguments."""
+        """Copies that questions share, keyed by a description."""
         self._values: dict[Node, Any] = {}
         self._fed: dict[Node, Feed] = {}
         self._parts: dict[Node, list[Node]] = {}
-        """For a copy computed with in-place writes: the copies of all its dependencies."""
+        """Copies of all dependencies of each copy that is computed with in-place writes."""
         self._asked: dict[str, Asked] = {}
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def follow(self, tracer: Any) -> None:
-        """Look up the nodes of later questions in another trace."""
+        """Look up the nodes of later questions in the trace of `tracer`."""
         self._copies = _Copies(tracer)
 
     def answer(self, expression: compat.Expression) -> Any:
-        """Evaluate an expression of symbols on the real batch; None if it depends on more than batch and buffers."""
+        """Evaluate an expression of symbols on the real batch; None if it cannot be computed before the step."""
         evaluator = compat.evaluator(expression)
         made = {name: self._number(name) for name in compat.symbols_of(expression)} if evaluator is not None else {}
         if evaluator is None or None in made.values():
@@ -192,9 +192,9 @@ class Questions:
         return answer
 
     def value_of(self, tensor: Tensor, *, of_batch: bool) -> Tensor | None:
-        """Return a tensor's values if they depend only on tensors outside the model; else None.
+        """Return a tensor's values; None if they depend on an input of the step.
 
-        With `of_batch` they may also depend on the batch and buffers.
+        With `of_batch` they may depend on the batch, buffers and frozen parameters.
         """
         node = compat.node_of(tensor)
         nodes = ancestry(node)
@@ -239,9 +239,9 @@ class Questions:
     # Copies
 
     def _copy_of(self, end: Node, nodes: Sequence[Node]) -> Node | None:
-        """Copy a node with its dependencies and compute the copies.
+        """Copy a node with its dependencies, and compute the copies' values.
 
-        None if a dependency cannot run before the step: it draws, communicates, or reads a trained parameter.
+        Return None if a dependency cannot run before the step: it draws, communicates, or reads a trained parameter.
         """
         if not all(map(self._may_be_asked, nodes)):
             return None

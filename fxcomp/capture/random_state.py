@@ -1,4 +1,4 @@
-"""Capture reads and writes of a random generator's state, so that activation checkpointing redraws the forward's masks.
+"""Capture reads and writes of a random generator's state, so that activation checkpointing repeats dropout masks.
 
     torch.get_rng_state()       before a checkpointed block, and before its recomputation
     torch.set_rng_state(state)  to recompute the block, and to continue afterwards
@@ -10,12 +10,12 @@
     %again  compute  f32[4,8]  aten.bernoulli_.float(%empty_1, 0.9)
             compute            set_rng_state(%now, cpu)
 
-The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match. A seed
-becomes a node as well:
+The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match. Seeds
+become nodes too:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 
-`untouched` detects other changes of a state.
+`untouched.py` raises for other changes of a generator's state.
 """
 
 # untyped functions of torch
@@ -53,7 +53,7 @@ def keeping_random_states() -> Generator[None]:
             return seeds[device]
         return _refuse(f"calls .{method}() of the default generator of {device}", compat.users_line())
 
-    # torch's own functions for CUDA copy states and initialise CUDA.
+    # torch.cuda's own functions would copy states and initialise CUDA.
     of_cuda = {"get_rng_state": _read_cuda, "set_rng_state": _set_cuda}
     with _default_generators(call), compat.attributes_instead({torch.cuda: of_cuda, torch.cuda.random: of_cuda}):
         yield
@@ -132,7 +132,8 @@ def _cuda(device: int | str | torch.device) -> torch.device:
 def drop_idle_states(body: GraphModule) -> None:
     """Remove reads and writes of states that no draw needs, as in a checkpointed block without dropout.
 
-    These are reads of a known state, and writes of the current state or of a state overwritten before a draw.
+    These are reads of a state that an earlier node has, writes of the current state, and writes that another write
+    replaces before a draw.
     """
     while _drop_some(body):
         pass
@@ -144,14 +145,14 @@ def drop_idle_states(body: GraphModule) -> None:
 def _drop_some(body: GraphModule) -> bool:
     idle: list[Node] = []
     known: dict[Any, Node] = {}
-    """Current state by device."""
+    """Node of the current state, by device."""
     undrawn: dict[Any, Node] = {}
     """Last set or seed node without a later draw, by device."""
     for node in body.graph.nodes:
         if node.target is RNG_STATE:
             device = node.args[0]
             if device not in known:
-                undrawn.pop(device, None)  # the state depends on this seed
+                undrawn.pop(device, None)  # the state that is read depends on the seed
             node.replace_all_uses_with(known.setdefault(device, node))
         elif node.target is SET_RNG_STATE:
             state, device = node.args
@@ -178,8 +179,8 @@ def _drop_some(body: GraphModule) -> bool:
 def check_draws_again(body: GraphModule, loss: Node) -> None:
     """Raise if the backward pass draws numbers that do not repeat the forward pass's.
 
-    `loss` ends the forward pass. A replay starts from a seed or state of the forward pass, or from a state read during
-    a replay (nested blocks).
+    `loss` ends the forward pass. The backward pass repeats draws after it sets a seed or state of the forward pass, or
+    a state read during a replay (nested blocks).
     """
     of_forward: set[Any] = set()
     seen_loss, replays = False, False

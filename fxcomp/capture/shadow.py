@@ -23,8 +23,7 @@ def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = Fals
 
     The constructor does not run, because it may need more arguments. If an attribute refers to a parameter of the user,
     the copy refers to an empty tensor, so that steps of the shadow cannot change the parameter; with
-    `knows_parameters` it refers to the parameter. Raises Unsupported for an attribute that cannot be copied, such as a
-    lock or an open file.
+    `knows_parameters` it refers to the parameter. Raises Unsupported for an attribute that cannot be copied.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -30,13 +30,12 @@ class StandIns:
         self._names = {id(stand_in): name for name, (_, stand_in) in traced.items()}
         self._real = {id(stand_in): real for real, stand_in in traced.values()}
         self.by_id = {id(real): stand_in for real, stand_in in traced.values()}
-        """Stand-ins by the id of the real tensor."""
 
     def name(self, traced: Any) -> str | None:
         return self._names.get(id(traced))
 
     def stand_in_of(self, one: Any, other: Any) -> Tensor | None:
-        """Return the stand-in in a pair of stand-in and real tensor, else None."""
+        """Return the argument that is the stand-in of the other; None if neither is."""
         if self._real.get(id(one), one) is other and one is not other:
             return one
         return other if self._real.get(id(other), other) is one and one is not other else None
@@ -55,7 +54,7 @@ class StandIns:
             with compat.attributes_instead({builtins: {"id": users_id}}), self._attributes_carried():
                 yield
         finally:
-            real.clear()  # users_id may have been kept
+            real.clear()  # the user's code may keep `users_id`
 
     @contextmanager
     def _attributes_carried(self) -> Generator[None]:
@@ -73,7 +72,7 @@ class StandIns:
                 self._carry_back(*self._traced[name], before, own[name])
 
     def _carry_back(self, real: Tensor, stand_in: Tensor, before: Mapping[str, Any], own: set[str]) -> None:
-        """Copy attributes that the step wrote to the real tensor; `untouched` then removes traced tensors."""
+        """Apply the attribute writes of the step to the real tensor; `untouched` then removes traced tensors."""
         now = {key: value for key, value in vars(stand_in).items() if key not in own and key != MAKER}
         for key, value in now.items():
             if key not in before or value is not before[key]:
@@ -85,7 +84,7 @@ class StandIns:
 
 
 class EqualToReal(TorchFunctionMode):
-    """Function mode in which stand-ins equal real tensors in dict lookups."""
+    """Function mode in which a stand-in equals its real tensor as a dict key."""
 
     def __init__(self, stand_ins: StandIns):
         super().__init__()
@@ -100,7 +99,7 @@ class EqualToReal(TorchFunctionMode):
             self._ones.append(one == one)
             return self._ones[-1]
         if func is Tensor.__bool__ and any(args[0] is each for each in self._ones):
-            return True  # a dict's check of a key
+            return True  # a dict checks if two keys are equal
         return func(*args, **(kwargs or {}))
 
 

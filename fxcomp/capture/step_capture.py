@@ -1,7 +1,7 @@
 """Capture a job's step for planning, and again for other batches and settings.
 
-At the first capture all ranks agree which buffers rank 0 sends at each step. Parameters without a gradient are skipped
-with a warning, as in eager PyTorch.
+At the first capture all ranks agree which buffers rank 0 sends at each step. A warning names parameters without a
+gradient, which are skipped, as in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Buffers that no step writes are also sent if their total is at most this: a few latencies (assumed)."""
+"""Maximum total size, in bytes, of sent buffers that no step writes: worth a few latencies (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffers:
-    """Names of the buffers that rank 0 sends, and when: agreed once for all captures.
+    """Names of the buffers that rank 0 sends, and when.
 
     DistributedDataParallel sends all buffers before each forward pass. Here only buffers that may have changed are
-    sent, after the backward pass. A rank sees only the writes of its own captures, so the set is fixed at the first:
+    sent, after the backward pass. A rank sees only its own captures, so the set is fixed at the first capture:
 
         written by the first capture of any rank      sent
         others, up to SMALL_BYTES                     sent
@@ -62,7 +62,7 @@ class SharedBuffers:
         return cls(shared, leave_early=early)
 
     def mark(self, graph: GraphModule) -> None:
-        """Label the buffers that are sent. Raises StepChanged if the capture writes another one."""
+        """Label the buffers that are sent. Raises StepChanged if the capture writes another buffer."""
         inputs = buffers(graph)
         writes = last_writes(graph)
         for name, node in inputs.items():
@@ -125,7 +125,6 @@ def capture_first(training: Training, batch: Any) -> Captured:
 
 
 def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
-    """Return the facts of a first capture that must agree on all ranks."""
     named = list(training.model.named_parameters())
     facts: dict[str, Any] = {f"the shape of {name!r}": list(p.shape) for name, p in named}
     facts |= {f"the type of {name!r}": str(p.dtype) for name, p in named}
@@ -147,7 +146,7 @@ def facts_to_agree_on(training: Training, captured: Captured) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StepCapture:
-    """First capture of a step; makes further captures."""
+    """A step's first capture, and the settings of later captures."""
 
     training: Training
     first: Captured

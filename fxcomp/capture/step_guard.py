@@ -41,7 +41,7 @@ _ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 class StructureGuard:
-    """Parameters, modules and groups of a compiled step."""
+    """Parameters, modules and parameter groups at compilation, to compare with the current ones."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, finds_unused: bool = False):
         self._model, self._optimizers = model, optimizers
@@ -85,7 +85,7 @@ class StructureGuard:
         return tuple(k for k, (is_, was) in enumerate(zip(now, self._trainable, strict=True)) if was and not is_)
 
     def check_places(self) -> None:
-        """Raise StepChanged if a parameter or module was replaced; needed only after a module's table changed."""
+        """Raise StepChanged if a parameter or module was replaced."""
         _check_same(
             "parameter",
             self._named,
@@ -169,7 +169,7 @@ READ: dict[str, Callable[[], Hashable]] = {
     "the number of threads": torch.get_num_threads,
     "how subclasses of tensors are asked": compat.subclass_dispatch,
 }
-"""Settings that a capture fixes, by name."""
+"""Readers of the settings that a capture fixes, by name."""
 
 
 def surroundings() -> tuple[Hashable, ...]:
@@ -202,10 +202,10 @@ T = TypeVar("T")
 
 
 class Key(NamedTuple):
-    """Everything except the batch that a capture depends on."""
+    """Everything that a capture depends on, except the batch."""
 
     watched: int
-    """Number of the watched values' state, local to this rank."""
+    """Index of the watched values' state in `Watch`, local to this rank."""
     options: tuple[Hashable, ...]
     attributes: tuple[Hashable, ...]
     """Attributes of optimizers of user classes."""
@@ -234,11 +234,10 @@ class StepGuard:
         return self._training.watch.watched()
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Ignore changes that tracing makes."""
+        """Do not count changes of floats by tracing."""
         return self._training.watch.capturing()
 
     def change(self, old: Key, new: Key) -> Change | None:
-        """Return the first difference between two keys, or None."""
         if change := self._training.watch.difference(old.watched, new.watched):
             return change
         for number, (was, now) in enumerate(zip(old.options, new.options, strict=True)):
@@ -295,14 +294,14 @@ def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
 
 
 class _BakedOptions:
-    """Options of a parameter group, with only the names of live numbers."""
+    """Options of a parameter group. Live numbers appear only by name."""
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
         self._baked: tuple[Hashable, ...] = ()
 
     def read(self, group: dict[str, Any]) -> tuple[Hashable, ...]:
-        """Return the options; the last result if all objects are the same and none is a collection."""
+        """Return the options: the last result if all objects are the same and none is a list or dict."""
         values = [*group, *group.values()]
         if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
             self._baked = _baked_options(group)

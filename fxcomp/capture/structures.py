@@ -2,10 +2,10 @@
 
     Batch(x=%x, y=%y)                        a dataclass
  -->
-    [%x, %y]    Batch by copyreg.__newobj__, its state a dict of x and y
+    [%x, %y]    Batch is rebuilt by copyreg.__newobj__; its state is a dict of x and y
 
-Objects are split and rebuilt as by copy.copy, without the constructor. A mapping's attributes
-(transformers.BatchEncoding) without tensors or plain values are omitted.
+Objects are split and rebuilt as by copy.copy, without the constructor. An attribute of a
+mapping (transformers.BatchEncoding) is omitted if it holds no tensor or plain value.
 """
 
 # untyped copy protocol
@@ -40,13 +40,12 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def flatten_with_paths(tree: Any) -> list[tuple[str, Any]]:
-    """List the leaves of a tree with their paths."""
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(_opened(tree))[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Object split into parts, themselves flattened."""
+    """Object split into parts, whose own parts are split too."""
 
     how: tuple[Any, ...]
     """Function that makes the object, with its leading callable arguments."""
@@ -70,7 +69,7 @@ def _open(leaf: Any) -> Any:
     try:
         # A mappingproxy cannot be copied, but its dict can.
         reduced: Any = (type(leaf), (dict(leaf),)) if type(leaf) is MappingProxyType else leaf.__reduce_ex__(4)
-    except TypeError:  # an error later, as a leaf
+    except TypeError:  # an unsupported leaf, which raises later
         return leaf
     make, arguments, state, items, pairs = cast("Any", (*reduced, None, None, None)[:5])
     if isinstance(leaf, Mapping) and isinstance(state, dict):

@@ -90,7 +90,7 @@ class LossScale:
 class WeightedLoss:
     """A loss whose elements have equal weight across ranks and micro-batches.
 
-    Gradients are of the sum over all ranks divided by the count over all ranks. A step returns this rank's mean loss.
+    Gradients are of the summed losses of all ranks, divided by their summed counts. A step returns this rank's mean.
     `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
     """
 
@@ -181,7 +181,6 @@ class Training:
 
     @property
     def owners(self) -> dict[str, Owned]:
-        """Trained parameters by name."""
         return {owner.name: owner for owner in self.owned}
 
     @property

@@ -1,9 +1,9 @@
 """Undo changes to watched values during tracing, and raise for changes that a compiled step would not make.
 
     self.aux = [hidden]      model.aux holds a fake tensor: removed, and named in an error
-    losses.append(balance)   loss_fn's losses[0] likewise
+    losses.append(balance)   loss_fn's losses[0] holds one, likewise
     self.last = loss.item()  model.last holds a number known only in the step, likewise
-    @functools.cache         cleared if tracing has put a tensor into it
+    @functools.cache         cleared if tracing has put a fake tensor into it
     random.random()          an error; the generator's state is restored
 
 Stored size symbols are removed without an error. Changes that involve no traced value, such as an increased counter,
@@ -32,7 +32,7 @@ from fxcomp import compat, errors
 from fxcomp.capture.watch import MISSING, ROWS, Holder, Place, Watched, is_plain_value, read
 
 DEPTH = 6
-"""Depth of the search for traced values in a stored object."""
+"""Maximum depth of the search for traced values in a stored object."""
 
 _GLOBAL: Mapping[str, Any] = {
     "random": random,
@@ -43,9 +43,9 @@ _GLOBAL: Mapping[str, Any] = {
 
 @contextmanager
 def untouched(watched: Watched) -> Generator[None]:
-    """Restore watched values and generators. Raises CaptureFailed, naming the changes.
+    """Restore watched values and generators at the end. Raises CaptureFailed, which names the changes.
 
-    Enter it before the trace begins, because copying a tensor during the trace would be recorded as an operator.
+    Enter it before the trace, which would record its copies of tensors.
     """
     held = [(holder, _content(holder)) for holder in watched.holders]
     states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}
@@ -138,7 +138,7 @@ def _content(holder: Holder) -> Any:
 
 
 def _take_out(holder: Holder, before: Any) -> Iterator[tuple[str, str]]:
-    """Remove traced values. Yield kind and place of tensors and numbers."""
+    """Remove traced values from a holder. Yield the kind and label of each tensor and number."""
     name, owner = holder.name, holder.owner
     if holder.key:
         value = read(owner, holder.key)

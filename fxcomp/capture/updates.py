@@ -1,6 +1,7 @@
-"""Build the graph pieces after the gradients: clipping, and each parameter's update by the user's own optimizer.
+"""Build the graph's part after the gradients: clipping, and each parameter's update by the user's own optimizer.
 
-A traced update is compared with the optimizer's own, because live numbers must not become constants.
+A traced update is compared with the optimizer's own, because live numbers (hyper-parameters as inputs) must not become
+constants.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _RELATIVE = 1e-5
 
 
 def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None:
-    """Raise Unsupported if a user's class branches on live numbers."""
+    """Raise Unsupported if a user's class branches on a live number, except on its sign."""
     for text, is_sign in decisions:
         if not is_sign and not is_torchs(owner.optimizer):
             raise refused(
@@ -89,7 +90,7 @@ class _Trial:
             self._value, self._state = stepped(self._shadow, probe_options(owner), self._value, draw(), self._state)
 
     def agrees(self, numbers: Mapping[str, float], later: int) -> bool:
-        """Return whether the traced update equals the optimizer's for `numbers`, and counters `later` steps later."""
+        """Return whether the traced update equals the optimizer's, for `numbers` and counters `later` steps ahead."""
         counters = self._habits.counters
         state = copied(self._state)
         state |= {key: state[key] + later * growth for key, growth in counters.items()}
@@ -120,7 +121,7 @@ class UpdateTraces:
         self._training, self._inputs = training, inputs
         self._traced: dict[Any, GraphModule] = {}
         self._first_of: dict[Any, tuple[Tensor, GraphModule]] = {}
-        """First parameter of a group, state layout and dtype, with its update, which is resized for other shapes."""
+        """First parameter for each group, state keys and dtype, and its update, which is resized for other shapes."""
 
     def of(self, owner: Owned) -> GraphModule:
         parameter, keys = owner.parameter, tuple(state_tensors(owner.state))
@@ -144,8 +145,8 @@ ELEMENTWISE = tuple(
 def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModule:
     """Trace one parameter's in-place update. Inputs: parameter, gradient, state tensors, live numbers, counters.
 
-    Fused operators would make numbers constants. A step counter on the device needs the capturable variant, which does
-    not read it on the host.
+    Fused operators are off: they would make numbers constants. A step counter on the device needs the capturable
+    variant, which does not read the counter on the host.
     """
     numbers, state = live_numbers(owner.options), owner.state
     counts = {key: state[key] for key in habits.counters}
@@ -191,8 +192,8 @@ def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
     """Copy an elementwise update of `before` for a tensor like `after`.
 
-    None, so that the caller traces instead, if a tensor is not contiguous or has no dimensions, an operator takes a
-    list, or an intermediate value has another shape than `before`.
+    Return None if a tensor is not contiguous or has no dimensions, an operator takes a list, or an intermediate value
+    has another shape than `before`.
     """
     if before.dim() == 0 or after.dim() == 0 or not before.is_contiguous() or not after.is_contiguous():
         return None
@@ -213,7 +214,7 @@ def clip(
 ) -> list[Node]:
     """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
-    The nodes are written directly, because tracing that function for hundreds of gradients took a fifth of the time.
+    The nodes are written directly, because tracing that function took a fifth of the capture time.
     Norms are fp32, or fp64 for fp64 gradients: the sum of a million squares of 100 is infinite in fp16.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)

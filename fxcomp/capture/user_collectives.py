@@ -7,8 +7,8 @@
     copy_(%count, %i)
 
 Eager collectives fill tensors in place, cannot be traced, and would communicate even on fake tensors. While tracing
-they are replaced by functional ones. Tracing sends nothing, so a rank can capture alone. Each rank later
-issues the same collectives in the same order as in eager mode.
+they are replaced by the operator `exchange`. Tracing sends nothing, so a rank can capture alone. Each rank later
+issues the collectives in eager order.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ _KEPT = ("wait_tensor", *_FUNCTIONAL, *(f"{name}_coalesced" for name in _FUNCTIO
 
 
 class _Keeping(compat.DispatchMode):
-    """Dispatch mode that sees every operator before the tracer, in the forward and backward pass."""
+    """Dispatch mode that handles every operator before the tracer does, in the forward and backward pass."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

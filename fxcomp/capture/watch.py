@@ -2,10 +2,10 @@
 
     model ──── attributes of every module, hooks, buffer signatures ───────────────────► watched
     loss_fn ── closure, defaults and globals that its code names ──────────────────────► watched
-    below ──── items of collections, attributes of objects that some code names,
+    inside ─── items of collections, attributes of objects if some code names them,
                functions of the user's own files, a few objects and calls deep ────────► watched
 
-Plain values compare by type and value, collections by items, other objects by identity. A float that has changed twice
+Plain values are compared by type and value, collections by items, others by identity. A float that has changed twice
 becomes live: an input of the captured step, read before each step and not compared. Python reads everything else once,
 at capture: see docs/contract.md.
 """
@@ -57,7 +57,7 @@ VALUES = 10_000
 """Maximum number of watched values outside of modules; more cause a warning."""
 
 ROUNDS = 4
-"""Maximum number of walks: code found late may name attributes skipped before."""
+"""Maximum number of repeated walks: code found late may name attributes skipped before."""
 
 RECENT = 4
 """Number of latest states that are checked before a full walk; train() and eval() alternate between two."""
@@ -147,7 +147,7 @@ class Signature:
     device: torch.device
     requires_grad: bool
     kind: str = ""
-    """Unusual class, layout or lazy view."""
+    """Class, layout and lazy conjugation or negation, if unusual."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
@@ -207,7 +207,10 @@ class Watched:
         names: frozenset[str] = frozenset(),
         live: Collection[str] = (),
     ):
-        """Walk once. `names` are attributes of plain objects that code may read; `live` are the live floats."""
+        """Find the watched values.
+
+        `names` are attributes of plain objects that code may read; `live` are the names of live floats.
+        """
         self.floats: dict[str, Place] = {}
         """Places of floats that are live or may become live."""
         self._may_be_live = live
@@ -245,7 +248,7 @@ class Watched:
         self._slots[id(owner), key] = owner, key
 
     def _note_place(self, owner: Any, key: str, value: Any, name: str, depth: _Depth) -> None:
-        """Watch the value at a place; for a live float, only that it stays a float."""
+        """Watch the value at a place. A live float is only checked for its type."""
         if type(value) is float:
             self.floats[name] = Place(owner, key)
             if name in self._may_be_live:
@@ -336,7 +339,7 @@ class Watched:
             if key in self._names and hasattr(value, key):
                 self._note_place(value, key, getattr(value, key), f"{name}.{key}", depth)
         if kind.__dictoffset__:
-            self._sized.append(vars(value))  # the attribute may be added later
+            self._sized.append(vars(value))  # a named attribute may be added later
             self.holders.append(Holder(f"{name}.", vars(value)))
             self._follow_attributes(vars(value), name, depth)
         self._follow_class(kind, depth)
@@ -344,7 +347,7 @@ class Watched:
     def _may_call(self, method: str) -> bool:
         """Return whether code names a method, or Python calls it implicitly, as `__mul__`.
 
-        Constructors and a dataclass's generated methods name every field, including unread ones.
+        Constructors and a dataclass's generated methods do not count, because they name every field.
         """
         if method.startswith("__"):
             return method not in ("__init__", "__new__", "__repr__", "__eq__", "__hash__")
@@ -373,7 +376,7 @@ class Watched:
             self._tensors.append(tensor)
 
     def _follow_function(self, function: FunctionType, name: str, calls: int) -> None:
-        """Watch a function's closure, defaults and named globals; no globals of library functions."""
+        """Watch a function's closure and defaults, and the globals that a user's function names."""
         if calls > CALLS or (id(function), "__code__") in self._slots:
             return
         self._slot(function, "__code__")
@@ -534,7 +537,7 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbers of the states of watched values."""
+    """Numbering of the states of watched values."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
         """Read nothing yet. `makes_live` allows floats to become inputs."""
@@ -547,14 +550,13 @@ class Watch:
         self._changes = Counter[str]()
         self._live = set[str]()
         self._constants = set[str]()
-        """Floats that decide a branch or are formatted as text; never live."""
+        """Names of floats that decide a branch or are formatted as text, so they never become live."""
 
     @cached_property
     def _roots(self) -> dict[str, Any]:
         return {"loss_fn": self._loss_fn, **compat.global_module_hooks()}
 
     def watched(self) -> Watched:
-        """Return the current watched values."""
         return self._recent[self.number()]
 
     @property
@@ -564,7 +566,7 @@ class Watch:
         return {} if latest is None else {name: latest.floats[name] for name in latest.live}
 
     def number(self, before_look: Callable[[], None] = lambda: None) -> int:
-        """Return the current state's number. `before_look` is called before a full walk."""
+        """Return the current state's number. `before_look` is called before a full walk, except the first."""
         for number, known in reversed(self._recent.items()):
             if known.is_still():
                 self._recent.move_to_end(number)
@@ -599,7 +601,6 @@ class Watch:
         return bool(made)
 
     def difference(self, old: int, new: int) -> Change | None:
-        """Return the first difference between two states, or None."""
         if old == new:
             return None
         was, now = self._facts.get(old, {}), self._facts.get(new, {})

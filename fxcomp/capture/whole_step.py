@@ -188,7 +188,7 @@ class GraphBuilder:
             call(self.graph, *what, name="counted", value=count.meta["val"])
 
     def no_gradient(self, of: Node, loss: Node, parameter: str) -> Node:
-        """Append zeros as the gradient of an unused parameter; they are ready before backward."""
+        """Insert zeros after the loss, as the gradient of an unused parameter."""
         with self.graph.inserting_after(loss if loss.op != "placeholder" else self._last_input()):
             what = torch.ops.aten.zeros_like.default, (of,), NodeInfo(Role.GRADIENT, parameter)
             return call(self.graph, *what, value=torch.empty_like(of.meta["val"]))
@@ -216,7 +216,7 @@ def same_with_numbers(
         cache.get(str(rows.shape[0]))      "s0" is no key
 
     Most queries of a symbol become guards, but not these. If the graphs differ in more than the form of sizes, the step
-    gets no symbols.
+    is captured without symbols.
     """
     nodes, others = ([node for node in gm.graph.nodes if not _is_size(node)] for gm in (symbolic, plain))
     if len(nodes) != len(others) or len(results) != len(expected):
@@ -246,7 +246,7 @@ def same_with_numbers(
 
 
 def _is_size(node: Node) -> bool:
-    """Return whether a node computes sizes or live floats, and exists only with symbols."""
+    """Return whether a node computes a symbolic size or live float, which a trace with numbers lacks."""
     value = node.meta.get("val")
     is_value = node.op in ("placeholder", "call_function")
     return is_value and isinstance(value, compat.SYMBOLS) and not compat.unbacked_symbols(value)
@@ -286,7 +286,7 @@ def capture(training: Training, batch: Any, varying: Varying = FIXED_SIZES) -> C
         live = training.watch.live
         try:
             return _capture(training, batch, varying, live)
-        except Exception:  # raised for a symbol, perhaps not for a number
+        except Exception:  # perhaps raised only because a live float is a symbol
             if not live:
                 raise
             captured = _capture(training, batch, varying, {})  # raises if live floats are not the cause

@@ -28,6 +28,7 @@ class Processors:
     count: float = math.inf
     """Number of processors, 1 for a GPU; infinite if concurrent work does not slow compute."""
     compute: float = 1.0
+    """Number of processors that compute occupies."""
 
     @property
     def has_spare(self) -> bool:
@@ -92,13 +93,13 @@ class Cluster(Seating):
     # Links
 
     def link_at(self, level: Level) -> Link:
-        """Return the link of a level; the link between hosts if a collective spans several."""
+        """Return the link of a level; for WORLD, `inter` if there are several hosts."""
         if level is Level.INTRA or (level is Level.WORLD and self.hosts == 1):
             return self.intra
         return self.above[0].link if level is Level.RACKS and self.above else self.inter
 
     def with_inter(self, gb_per_s: float) -> Cluster:
-        """Change the bandwidth between hosts to `gb_per_s`, and scale the tiers above."""
+        """Change the bandwidth between hosts to `gb_per_s`, and scale higher tiers by the same factor."""
         factor = gb_per_s / self.inter.gb_per_s
         above = tuple(replace(tier, link=tier.link.at_gb_per_s(tier.link.gb_per_s * factor)) for tier in self.above)
         changed = replace(self, inter=self.inter.at_gb_per_s(gb_per_s), above=above)
@@ -110,7 +111,7 @@ class Cluster(Seating):
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
         """Put the hosts into racks of `hosts_per_rack`, in order.
 
-        A rack's uplink is `link`; default: its hosts' total bandwidth over `oversubscription`, with their latency.
+        A rack's uplink is `link`: by default, its hosts' total bandwidth / `oversubscription`, with their latency.
         """
         if hosts_per_rack < 1:
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
@@ -124,7 +125,7 @@ class Cluster(Seating):
         return replace(self, above=(Tier("rack", uplink, units),))
 
     def topology_of(self, ranks: Sequence[int], beside: Iterable[Sequence[int]] = ()) -> GroupTopology:
-        """Return the topology of a group, in ring order, while the groups in `beside` communicate too."""
+        """Return the topology of `ranks`, in ring order, while the groups in `beside` communicate too."""
         members = tuple(ranks)
         bad = [rank for rank in members if not 0 <= rank < self.world_size]
         if bad or not members or len(set(members)) != len(members):
@@ -230,7 +231,6 @@ def _depends_on_inter(key: Any) -> bool:
 
 
 def check_is_cluster(given: object) -> None:
-    """Raise BadOption unless `given` is a Cluster or None."""
     if not isinstance(given, Cluster | None):
         raise BadOption(
             f"cluster= takes a fxcomp.Cluster; it is a {type(given).__name__}.\n"

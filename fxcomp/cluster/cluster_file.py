@@ -8,7 +8,8 @@
     hosts = 4                        # per rack, in order
     oversubscription = "4:1"         # or: link = "100gbit@10us"
 
-More tiers replace `[rack]`, from the hosts up: `[[tier]]` with `name`, `link` and `units`, the unit of each unit below.
+More tiers replace `[rack]`, from the hosts up: `[[tier]]` with `name`, `link` and `units`, which lists for each unit
+below the index of the unit that contains it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ MOST = 1e18
 """Upper bound on latencies in µs and bandwidths in GB/s; its inverse is the lower bound on bandwidths (assumed)."""
 
 MOST_RANKS = 1 << 20
-"""Maximum number of ranks, several times the largest job; lists of this length fit into memory (assumed)."""
+"""Maximum number of ranks; lists of this length fit into memory (assumed)."""
 
 _DIGITS = 30
 
@@ -76,7 +76,7 @@ class Link:
     in_gb_per_s: float | None = None
     """Incoming bandwidth, if different."""
     count: int = 1
-    """Parallel links of a host or rack. A rank uses one at a time."""
+    """Number of parallel links of a host or rack. A rank uses one at a time."""
     message_us: float = 0.0
     """Processor time per message in µs, in addition to the latency."""
     is_half_duplex: bool = False

@@ -31,7 +31,7 @@ def shape_text(hosts_of_ranks: Iterable[int], units_above: Sequence[Sequence[int
 
 
 def join_units(texts: Iterable[str]) -> str:
-    """Join unit texts: `4x1` if equal, else `3+2`, largest first."""
+    """Join the shapes of units: `4x1` for 4 equal units, else `3+2`, largest first."""
     counts = Counter(texts)
     ordered = sorted(counts, key=lambda text: (int(text) if text.isdigit() else 0, text), reverse=True)
     if len(ordered) == 1:
@@ -90,17 +90,17 @@ class Axis(Enum):
     RACK = "the hosts of a rack"
     RACKS = "the racks"
 
-    __hash__ = object.__hash__  # Enum's own hash runs in Python, slow in the search
+    __hash__ = object.__hash__  # Enum's own hash is slow
 
 
 class Level(Enum):
     """The ranks that take part in a collective."""
 
     INTRA = "intra"  # one host
-    INTER = "inter"  # one rank per host, with the same index in it
+    INTER = "inter"  # the ranks with the same index in their hosts
     WORLD = "world"  # all ranks
     RACK = "rack"  # subset of INTER: one rack
-    RACKS = "racks"  # subset of INTER: one rank per rack, with the same index
+    RACKS = "racks"  # subset of INTER: hosts with the same index in their racks
 
     __hash__ = object.__hash__
 
@@ -128,8 +128,6 @@ class Tier:
 
 
 class Seating:
-    """Placement of a cluster's ranks, and their groups."""
-
     __slots__ = ()
 
     hosts: int
@@ -148,12 +146,12 @@ class Seating:
 
     @property
     def has_levels(self) -> bool:
-        """True if several hosts have equal numbers of ranks, above 1, so that ranks can share inter-host work."""
+        """True if several hosts all have the same number of ranks, above 1, so that ranks can share inter-host work."""
         return self.is_even and self.hosts > 1 and self.ranks_per_host > 1
 
     @property
     def shape(self) -> str:
-        """Shape of the hosts: `8x4`, or `3+2` if hosts differ, with racks first: `2x4x8`."""
+        """Shape as text, such as `8x4`."""
         if "shape" not in self._known:
             self._known["shape"] = self._shape(range(self.world_size))
         return self._known["shape"]
@@ -164,7 +162,7 @@ class Seating:
 
     @property
     def has_racks(self) -> bool:
-        """True if several racks have equally many hosts, so that ranks can share inter-rack work."""
+        """True if there are several racks, with equal numbers of hosts, so that ranks can share inter-rack work."""
         counts = Counter(self._racks())
         return len(counts) > 1 and len(set(counts.values())) == 1
 
@@ -177,7 +175,7 @@ class Seating:
         return len(set(self._racks()))
 
     def place_along(self, axes: Collection[Axis], rank: int) -> int:
-        """Return a rank's index along some axes."""
+        """Return a rank's index in the grid of `axes`, with racks outermost."""
         rack, host = self._racks()[self.placement[rank]], self.group(Level.RACK, rank).index(rank)
         place = 0
         for axis, at in ((Axis.RACKS, rack), (Axis.RACK, host), (Axis.HOST, self.local_rank(rank))):
@@ -235,7 +233,7 @@ class Seating:
 
 
 def _places_in(units: Sequence[int]) -> list[int]:
-    """Return each element's index among those with the same unit."""
+    """Return each element's index among the elements of its unit."""
     seen: Counter[int] = Counter()
     places: list[int] = []
     for unit in units:

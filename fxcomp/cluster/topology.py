@@ -1,6 +1,6 @@
 """Bandwidth of a group of ranks in a tree of links shared with sibling groups.
 
-    bandwidth of a pattern = min over the links crossed of  link bandwidth / bytes crossing it per byte a rank sends
+    bandwidth of a pattern = min over links of (link bandwidth / load)    load: bytes on a link per byte a rank sends
 
 Tier 0 is the ranks' own links, tier 1 the hosts' uplinks, and so on.
 """
@@ -27,7 +27,7 @@ class TrafficPattern(Enum):
     ROOT = "root"  # all ranks to the first rank, or the reverse
     ONE = "one"  # one rank to another
 
-    __hash__ = object.__hash__  # Enum's own hash runs in Python, slow in the search
+    __hash__ = object.__hash__  # Enum's own hash is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class GroupTopology:
 TOPOLOGY_TEXT = r"[1-9(][\dx+()]*(~[1-9]\d{0,6})?(\*[1-9]\d{0,6})?"
 
 Place = tuple[int, int]
-"""Key of a link: its tier, and the unit whose uplink it is."""
+"""Key of a link: tier, and index of the unit whose uplink it is."""
 
 
 class Crossing(NamedTuple):
@@ -79,7 +79,10 @@ class Crossing(NamedTuple):
 
     @classmethod
     def of(cls, inside: int, ranks: int, turns: int, *, units: int, has_root: bool) -> Crossing:
-        """Return the traffic of `inside` of a group's ranks; `units` is the number of units with ranks of the group."""
+        """Return the traffic on a unit's uplink.
+
+        The unit has `inside` of the group's `ranks` ranks; `units` units have some of them.
+        """
         outside, others = ranks - inside, ranks - 1
         pairs = inside * outside / others  # each rank sends every other rank its part
         rooted = (outside if has_root else inside) / others
@@ -89,7 +92,7 @@ class Crossing(NamedTuple):
         return cls(loads, inside, turns)
 
     def plus(self, other: Crossing) -> Crossing:
-        """Add another unit's traffic on a shared medium; with a single sender, take the larger."""
+        """Add another unit's traffic on a shared medium; for the patterns ROOT and ONE, take the larger."""
         sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
         loads = (*sums[:_EVERYONE], *map(max, self.loads[_EVERYONE:], other.loads[_EVERYONE:]))
         return Crossing(loads, self.inside + other.inside, self.turns + other.turns)
@@ -101,7 +104,7 @@ class Crowd(NamedTuple):
 
 
 _EVERYONE = 4
-"""Number of patterns in which every rank sends. They come first."""
+"""Number of patterns in which every rank sends and receives; these come first."""
 
 _OWN_LINK = Crossing((1.0,) * len(TrafficPattern), 1, 1)
 _OF_TWO = Crossing((1.0, 0.5, *_OWN_LINK.loads[2:]), 1, 1)  # two ranks share one tree edge
@@ -109,13 +112,13 @@ _OF_TWO = Crossing((1.0, 0.5, *_OWN_LINK.loads[2:]), 1, 1)  # two ranks share on
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Links of every tier, and `units[tier][rank]`, the unit of a rank. The last tier is a single unit."""
+    """Links of every tier, and `units[tier][rank]`, the unit of a rank. The last entry is one unit of all ranks."""
 
     links: tuple[Link, ...]
     units: tuple[Sequence[int], ...]
 
     def traffic(self, groups: Sequence[tuple[int, ...]]) -> tuple[list[dict[Place, Crossing]], dict[Place, Crowd]]:
-        """Count the traffic of groups on their links, per group and in total, independent of bandwidths."""
+        """Count the traffic of groups on their links, per group and in total."""
         crossings = [self._crossings(group) for group in groups]
         everyone: defaultdict[Place, list[Crossing]] = defaultdict(list)
         for crossed in crossings:
@@ -131,7 +134,7 @@ class Tree:
         """Count the traffic of a group on each of its links.
 
         A host's uplink is used if there are members elsewhere, a rank's own link if its host has another member. A
-        shared medium is one link of the unit around it: the sum of the sends inside and of the traffic into the unit.
+        shared medium is one link, with the sum of the traffic inside its unit and into the unit.
         """
         found: dict[Place, Crossing] = {}
         for tier, link in enumerate(self.links):

@@ -4,8 +4,8 @@
 
 p is the number of ranks, and n the input in bytes: for a gather *one* rank's contribution, otherwise a rank's full
 tensor. α is a step's latency, o the processor time of a message, and B the bandwidth of one rank in bytes per µs; a
-`GroupTopology` provides all three. A rooted collective counts the root's messages and bytes, because its link is the
-slowest; the root is the group's first rank.
+`GroupTopology` provides all three. A rooted collective counts the root's messages and bytes, because the root's link is
+the slowest; the root is the group's first rank.
 
 The formulas are from R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective communication operations in
 MPICH" (2005). Trees are pipelined as in NCCL (P. Sanders, J. Speck and J. L. Träff, "Two-tree algorithms for full
@@ -34,8 +34,6 @@ CEIL_LOG2 = _sympy.Function("ceil_log2")  # ⌈log₂ p⌉ in floats is wrong fo
 
 
 class Library(Enum):
-    """Library of collectives."""
-
     GLOO = "gloo"  # on the host; fxcomp implements concurrent transfers
     NCCL = "nccl"  # between GPUs; formulas not verified
 
@@ -127,7 +125,7 @@ CANDIDATES: dict[Library, dict[CollectiveKind, tuple[Algorithm, ...]]] = {
 
 NCCL's are from its tuning.cc, gloo's from runtime/transport.py. With gloo, an all_gather is a ring if ranks share a
 link, because a ring sends fewer bytes over it, otherwise direct. gloo's own broadcast of buffers is a binomial tree
-(broadcast.cc), whose root sends ⌈log₂ p⌉ times at once; docs/costs.md has the price's error.
+(broadcast.cc); docs/costs.md has the price's error.
 """
 
 
@@ -186,7 +184,6 @@ def _collective_us(kind: CollectiveKind, size: float, group: GroupTopology, algo
 
 
 def large_algorithm(kind: CollectiveKind, group: GroupTopology, library: Library) -> Algorithm:
-    """Return the library's algorithm for large sizes."""
     return _least(kind, library, lambda algorithm: _us_per_byte(kind, group, algorithm))
 
 
@@ -201,17 +198,18 @@ def _us_per_byte(kind: CollectiveKind, group: GroupTopology, algorithm: Algorith
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """Conversion of another collective's measured time."""
+    """Conversion of a measured collective's time to another collective."""
 
     bytes_per_byte: float
-    """Bytes of the measured collective that take as long as one byte of this collective."""
+    """Bytes of the measured collective that take as long as one byte of the other."""
     known_steps: float
+    """Steps of the measured collective."""
     more_steps: float
-    """Steps of this collective minus the measured one's."""
+    """Steps of the other collective, minus `known_steps`."""
 
 
 def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology, library: Library) -> Likeness:
-    """Compare two collectives in a library."""
+    """Return the conversion from collective `known` to `asked`."""
     known_way, asked_way = (large_algorithm(kind, group, library) for kind in (known, asked))
     known_steps, asked_steps = (
         counts(*way)[0] for way in ((known, group.ranks, known_way), (asked, group.ranks, asked_way))
@@ -222,7 +220,7 @@ def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology,
 
 
 def stand_ins(kind: CollectiveKind, group: GroupTopology, library: Library) -> list[CollectiveKind]:
-    """Return the collectives whose measurements may price `kind`, first the ones with its algorithm."""
+    """Return the collectives whose measurements may price `kind`, starting with its algorithm."""
     way = large_algorithm(kind, group, library)
     others = (_K.ALL_REDUCE, _K.ALL_GATHER, _K.ALL_TO_ALL)
     return sorted(others, key=lambda known: large_algorithm(known, group, library) is not way)
@@ -248,7 +246,7 @@ Counts = tuple[float, float, float]
 
 @cache
 def counts(kind: CollectiveKind, ranks: int, algorithm: Algorithm | None = None) -> Counts:
-    """Return steps, messages, and wire bytes per byte of n."""
+    """Return steps, messages, and wire bytes per input byte."""
     if ranks == 1:
         return 0.0, 0.0, 0.0
     latencies, sent, share = _compiled(kind, algorithm)(ranks)

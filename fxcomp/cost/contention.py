@@ -1,11 +1,11 @@
 """Contention between compute and communication, fitted to steps that ran with and without a network.
 
-    factor           on the transport's processor time, which compute slows: it competes for caches and memory
-    link_factor      on the time of collectives, which were measured one by one and run in a row in a step
-    overlap_speed    of collectives while compute leaves no processor free: their threads wait for time slices
+    factor           multiplies the transport's processor time: it competes with compute for caches and memory
+    link_factor      multiplies the time of collectives: they were measured singly, and run in a row in a step
+    overlap_speed    slows collectives while compute leaves no processor free: their threads wait for time slices
 
-`factor` is fitted to the slowdown of compute, `link_factor` also to the time of collectives without compute, and all
-three to the length of the step.
+`factor` is fitted to the slowdown of compute, the others to the length of the step, and `link_factor` also to the time
+of collectives without compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TransportCost:
 
     us: float
     us_per_mb: float
-    """Time per 10⁶ bytes sent, which includes receiving the same number."""
+    """Time per 10⁶ bytes sent, including the time to receive as many."""
 
 
 NO_TIME_US = 1e-9
@@ -35,33 +35,33 @@ NO_TIME_US = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class SeenStep:
-    """Step as predicted without contention, and as measured on one network."""
+    """A step: its tasks as predicted without contention, and its times as measured on one network."""
 
     tasks: tuple[Task, ...]
     step_us: float
     slowed_us: float
-    """Time by which the network lengthens the main thread's compute."""
+    """Time that the network adds to the main thread's compute."""
     wire_us: float | None = None
-    """Time of its collectives without compute; None if links are given and not measured."""
+    """Time of the step's collectives without compute; None if links are given, not measured."""
 
 
 FACTORS = tuple(2 ** (k / 8) for k in range(-8, 25))
-"""Grid: 1/2 to 8 times the transport's processor time."""
+"""Candidates for `factor`: 1/2 to 8."""
 
 SPEEDS = tuple(2 ** (-k / 8) for k in range(9))
-"""Grid: 1 to 1/2 of a collective's speed without compute."""
+"""Candidates for `overlap_speed`: 1 to 1/2."""
 
 LINK_FACTORS = tuple(2 ** (k / 32) for k in range(-16, 17))
-"""Grid: 0.7 to 1.4 times the measured time of a collective."""
+"""Candidates for `link_factor`: 0.7 to 1.4."""
 
 NOISE = 0.02
 """Relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
 USUAL = 0.5
-"""Width of priors around 1, in logarithms (assumed): without evidence each number stays near 1."""
+"""Standard deviation of each number's logarithm in its prior around 1 (assumed)."""
 
 ROUNDS = 2
-"""Rounds of a fit: in each, `factor` first, then the other two numbers."""
+"""Rounds of a fit: each fits `factor`, then the other two numbers."""
 
 
 @dataclass(frozen=True, slots=True)

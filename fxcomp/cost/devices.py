@@ -21,22 +21,22 @@ from fxcomp.plan.kinds import ATTENTION, CUDNN_ATTENTION
 from fxcomp.plan.strategy import Device
 
 PRODUCT_SHARE = 0.7
-"""Fraction of peak of matrix products (assumed: vendor libraries reach 0.6 to 0.9 on large matrices)."""
+"""Fraction of peak that matrix products reach (assumed: vendor libraries reach 0.6 to 0.9 on large matrices)."""
 
 MEMORY_SHARE = 0.85
-"""Fraction of peak memory bandwidth (assumed: 0.8 to 0.93 is usual)."""
+"""Fraction of peak memory bandwidth that operators reach (assumed: 0.8 to 0.93 is usual)."""
 
 FLASH_SHARE, FLASH_SHARE_ON_HOPPER, CUDNN_SHARE = 0.7, 0.34, 0.5
-"""Fractions of 16-bit peak of fused attention. Flash attention: 230 of 312 TFLOP/s on an A100, 335 of 989 on an H100,
-whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5). cuDNN: 373 to
-574 of 989 at 1,024 positions, by head size (Shah and others, "FlashAttention-3", 2024, figure 5).
+"""Fractions of 16-bit peak that fused attention reaches. Flash attention: 230 of 312 TFLOP/s on an A100, 335 of 989 on
+an H100, whose new instructions torch's kernel does not use (Dao, "FlashAttention-2", 2023, sections 4.1 and 5).
+cuDNN: 373 to 574 of 989 at 1,024 positions, by head size (Shah and others, "FlashAttention-3", 2024, figure 5).
 """
 
 LAUNCH_US = 5.0
 """Minimum time of one operator: torch's dispatch and kernel launch (assumed)."""
 
 COPY_SHARE = 0.8
-"""Fraction of PCIe bandwidth of copies from pinned memory (assumed)."""
+"""Fraction of PCIe bandwidth that copies from pinned memory reach (assumed)."""
 
 ERROR = 0.75
 """Relative error of compute priced by a preset (measured on the example jobs on a CPU with its own peaks, 2026-11: 11
@@ -44,7 +44,7 @@ to 75 % below the measured step; assumed no worse on a GPU).
 """
 
 ERROR_OF_TOLD_STEP = 0.15
-"""Relative error if the user gives the step's time and only its distribution is estimated (assumed)."""
+"""Relative error if the user gives the step's time and only its distribution over operators is estimated (assumed)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Preset:
     """Peak of dense products by element type: f32 without tensor cores, tf32, bf16, f16, f8, f64."""
     gb_per_s: float
     host_gb_per_s: float
-    """Peak between host and device, one way."""
+    """Peak bandwidth between host and device, one way."""
     capability: tuple[int, int]
     memory_gb: float
     multiprocessors: int
@@ -86,14 +86,14 @@ class Preset:
         )
 
     def costs(self, compressors: Sequence[Compressor]) -> CostTable:
-        """Return a cost table. The host is unknown, so nothing is offloaded."""
+        """Return the device's cost table. The host is unknown, so no compression is offloaded to it."""
         roofline = self.roofline
         return CostTable(
             hardware=self.title,
             source="estimate",
             roofline=roofline,
             compressors={f"{c}@{Device.GPU.value}": compressor_cost(c, roofline) for c in dict.fromkeys(compressors)},
-            pack_gb_per_s=roofline.gb_per_s / 2,  # each byte is also read
+            pack_gb_per_s=roofline.gb_per_s / 2,  # packing also reads each byte
             copy_gb_per_s=COPY_SHARE * self.host_gb_per_s,
             compute_error=ERROR,
             estimate=self.description,
@@ -101,7 +101,6 @@ class Preset:
 
 
 def compressor_cost(compressor: Compressor, roofline: Roofline) -> CompressorCost:
-    """Price a compressor by memory bandwidth, at sizes from launch-bound to large."""
     return CompressorCost.of(*(_point(compressor, roofline, elements) for elements in _SIZES))
 
 
@@ -109,10 +108,10 @@ _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 26)
 
 
 def _point(compressor: Compressor, roofline: Roofline, elements: int) -> CompressorPoint:
-    """Price the bytes that move through memory (`passes` of the compressor's facts).
+    """Price a compressor at one size, by the bytes that it moves through memory.
 
-    Each encoding pass reads the gradient and, with error feedback, the residual; then residual and payload are written.
-    Decoding reads all payloads and writes their mean. Each pass is a launch.
+    Each encoding pass (`facts.passes`) reads the gradient and, with error feedback, the residual. Then residual and
+    payload are written. Decoding reads all payloads and writes their mean. Each pass is a launch.
     """
     facts = compressor.facts
     bound = compressor.bound_to([near_square(elements)], 2)
@@ -162,7 +161,6 @@ PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
 
 
 def preset_named(name: str) -> Preset:
-    """Return the preset of a `--device` name. Raise BadOption."""
     found = PRESETS.get(name.lower())
     if found is not None:
         return found

@@ -39,12 +39,12 @@ FINEST = 0.01
 """Smaller relative errors count as equal (assumed repeatability of a call)."""
 
 DISTURBED = 0.15
-"""Relative distance to the fit above which a time was disturbed by another job; doubled if repeated (assumed)."""
+"""Relative distance to the fit above which a time counts as disturbed by another job (assumed)."""
 
 _ROUNDS = 5  # maximum of reweighting rounds (assumed)
 _SETTLED = 0.01
 _NOTHING = 1e-9  # relative rounding error
-_HUBER = 1.5  # unusual error, in median errors; the usual 1.345 σ is 2 for a Gaussian
+_HUBER = 1.5  # errors above this many median errors are unusual; Huber's 1.345 σ is 2 for a Gaussian
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
     """Move a fit's end to the largest size's shortest time, so that the rate of long transfers continues beyond it.
 
     A fit weighs all sizes equally. Over 100 Mbit/s, fits were 2 % too low at 4 MiB, and 5 to 7 % at 24 MB (measured,
-    2026-11). A largest size far from the fit counts as disturbed.
+    2026-11). A time far from the fit (`DISTURBED`, twice that if the size was repeated) is ignored.
     """
     points, last = medians(samples), found.pieces[-1]
     largest = points[-1][0]
@@ -97,7 +97,7 @@ def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
 
 
 def medians(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the sorted median times by size, at least 1 ns each."""
+    """Return (size, median time), sorted by size; times are at least 1 ns."""
     by_size: dict[float, list[float]] = {}
     for size, us in samples:
         by_size.setdefault(float(size), []).append(max(us, 1e-3))
@@ -110,7 +110,7 @@ def _noise(samples: Sequence[Sample], centre: Mapping[float, float]) -> float:
 
 
 def _chosen_breaks(x: Vector, y: Vector, most_pieces: int) -> Breaks:
-    """Add the best break repeatedly, move each to its best size, and keep the best score."""
+    """Repeatedly add the best break and move each break to its best size. Return the breaks of best score."""
 
     @cache
     def score(breaks: Breaks) -> float:
@@ -155,7 +155,7 @@ def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
 
 
 def _parameters(breaks: Sequence[_Break]) -> int:
-    """Count height and slope, and for each break its size, slope and jump."""
+    """Count the fit's parameters: height and slope, and for each break its size, slope and jump."""
     return 2 + sum(3 if new.jumps else 2 for new in breaks)
 
 
@@ -308,7 +308,7 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def student(degrees: int) -> float:
-    """Return half a 95 % interval, in standard errors."""
+    """Return half the width of a 95 % interval, in standard errors."""
     if degrees < 1:
         return math.inf
     if degrees <= len(_STUDENT):

@@ -27,13 +27,13 @@ TimeCollective = Callable[[CollectiveKind, Level, int], float]
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = 16 << 20
 MOST_RECEIVED = 256 << 20
-"""Maximum bytes of a gather's output on one rank, which training's memory must allow."""
+"""Maximum bytes of a gather's output on one rank, because training needs the memory."""
 GROWTH = 4
 REPEATS = 3
 LONG = 1 / 16
-"""Samples longer than this fraction of the budget are not repeated."""
+"""Samples longer than this fraction of the time budget are not repeated."""
 SLOWER = 1.1
-"""Maximum slowdown per byte of a longer transfer (assumed)."""
+"""Maximum time per byte of a longer transfer, relative to a shorter transfer (assumed)."""
 RANKS = 2  # for binding a compressor
 MANY = 8
 """Decoding is timed with 1 and 8 payloads; times are linear in payloads. From 1 and 4, which fit a cache, predictions
@@ -58,8 +58,8 @@ def measure_collectives(
 
     Round 1 times sizes that grow by `GROWTH`, round 2 sizes in between, round 3 all again. The number of samples
     depends only on the times that `time_collective` returns, which are equal on all ranks; with local clocks ranks
-    could start different collectives and deadlock. Time that a collective does not use is left to the next ones. If
-    `library` is given, an all_to_all is skipped where its all_gather uses the same algorithm.
+    could start different collectives and deadlock. Time that a collective does not use is left to later collectives.
+    If `library` is given, an all_to_all is skipped for two ranks, and if its all_gather uses the same algorithm.
     """
     pairs = [
         (kind, level)
@@ -114,9 +114,9 @@ def _sample(
 ) -> tuple[list[tuple[int, float]], float]:
     """Time every size of every round within the budget; return the samples and the seconds spent.
 
-    The expected time of a size is its shortest time so far, or else the time of the next smaller size, scaled. The
-    remaining budget pays for one sample of a larger size, because long transfers have another rate. If twice the
-    largest size does not fit the budget, the largest size is repeated instead.
+    The expected time of a size is its shortest time so far, or else the time of the next smaller size, scaled. If the
+    largest sizes were not timed, the remaining budget pays for one more sample, because long transfers have another
+    rate: of at least twice the largest size so far, or else of that size again.
     """
     spent = timed(SMALLEST_BYTES)  # opens connections; not a sample
     samples: list[tuple[int, float]] = []
@@ -160,7 +160,7 @@ def measure_compressors(
     on: torch.device | None = None,
     each_s: float = 0.25,
 ) -> dict[str, CompressorCost]:
-    """Time proposing, encoding and decoding at growing sizes, with the keys of a cost table.
+    """Time proposing, encoding and decoding at growing sizes. Return costs by the keys of a cost table.
 
     Calls run as in a step: the bucket has just been filled, and other data is in the caches. bf16 of 65,536 values
     takes 0.02 ms if repeated, 0.14 ms under these conditions, and 0.1 to 0.2 ms in a step (measured, 2026-11). `device`
@@ -195,9 +195,9 @@ def _measure_compressor(
 
 
 def _measure_point(compressor: Compressor, values: torch.Tensor, other: torch.Tensor) -> CompressorPoint:
-    """Time one size with equal payloads. `other` fills the caches in between.
+    """Time a compressor at one size. Between calls, reading `other` fills the caches.
 
-    `values` has a gradient row and three rows of scratch, because touching new memory would dominate.
+    `values` has a gradient row and three scratch rows, because new memory would dominate the times.
     """
     source, bucket, residual, out = values
     facts, segments, on = compressor.facts, (bucket.numel(),), bucket.device
@@ -206,7 +206,7 @@ def _measure_point(compressor: Compressor, values: torch.Tensor, other: torch.Te
         return median_us(run, on=on, repeats=REPEATS, before=other.sum)
 
     def median_after_packing(run: Callable[[], object]) -> float:
-        # Packing fills the caches too.
+        # Packing also fills the caches, so `rest` is smaller.
         rest = other[2 * len(bucket) :]
         return median_us(run, on=on, repeats=REPEATS, before=lambda: (rest.sum(), bucket.copy_(source)))
 
@@ -238,7 +238,7 @@ def _cost_of_s(last: CompressorPoint, size: int) -> float:
 
 
 def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
-    """Measure the fill rate of a bucket (GB/s) and the roofline."""
+    """Measure the rate of filling a bucket (GB/s), and the roofline."""
     on = on or torch.device("cpu")
     source = torch.ones(16 << 20, device=on)  # 64 MiB, larger than caches
     target = torch.zeros_like(source)
@@ -251,7 +251,7 @@ def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
 
 
 def _gflops(dtype: torch.dtype, on: torch.device) -> float:
-    """Measure a product of square matrices that fill the device; 512 rows suffice on a CPU."""
+    """Measure a product of square matrices that use the whole device."""
     side = 512 if on.type == "cpu" else 4096
     square = torch.ones(side, side, device=on, dtype=dtype)
     product = torch.zeros_like(square)

@@ -33,7 +33,7 @@ def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
 
 
 def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads: int | None) -> str | None:
-    """Return a compressor's key with this number of threads or without one; with any number if `threads` is None."""
+    """Return a compressor's key for this number of threads, or else without threads; any key if `threads` is None."""
     text = _text(compressor)
     for budget in (threads, None):
         key = compressor_key(text, place, budget)
@@ -48,7 +48,7 @@ def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads
 def nearest_key(
     keys: Collection[str], compressor: Compressor, places: Sequence[str], threads: int | None
 ) -> str | None:
-    """Return a compressor's key on the first of the devices `places` that has one, else with other parameters."""
+    """Return `exact_key` on the first possible device of `places`, or else a key with other parameters or threads."""
     if not keys:
         return None
     for place in places:
@@ -78,7 +78,7 @@ def _text(compressor: Compressor) -> str:
 
 
 FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
-"""Bounds of measured rates; a time independent of size counts as the fastest."""
+"""Bounds of measured rates. A time independent of size has the upper bound."""
 
 
 # Collectives
@@ -86,7 +86,7 @@ FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
-    """Time of a collective by its bytes; the table's key has the topology."""
+    """Time of a collective as a function of its bytes; its key in the table has the topology."""
 
     ranks: int
     fit: Fit
@@ -102,7 +102,7 @@ class MeasuredCollective:
         spread: float = 0.0,
         source: str = "measured",
     ) -> MeasuredCollective:
-        """Return the times by formula, from α and one rank's bandwidth."""
+        """Compute times by formula from α and one rank's bandwidth."""
         us_per_byte = formulas.wire_bytes(kind, ranks, 1.0) / (1e3 * gb_per_s)
         return cls(ranks, Fit.line(formulas.steps(kind, ranks) * alpha_us, us_per_byte, spread), source)
 
@@ -134,12 +134,12 @@ class MeasuredCollective:
         return max(0.0, self.fit.at(size * like.bytes_per_byte) + like.more_steps * alpha_us)
 
     def times(self, factor: float) -> MeasuredCollective:
-        """Return the measurement with times that a step's collectives showed."""
+        """Return the measurement with all times multiplied by `factor`."""
         fit = replace(self.fit, pieces=tuple(piece.times(factor) for piece in self.fit.pieces))
         return replace(self, fit=fit, source=f"{self.source}, times {factor:.3g} as in the job's first steps")
 
     def describe(self, kind: CollectiveKind) -> str:
-        """Format α per step, bandwidths with half 95 % intervals, and the error."""
+        """Format α per step, bandwidths with half 95 % intervals, and the fit's error."""
         alpha, *speeds = self.parts(kind)
         texts = [f"{alpha} us a step, {speeds[0]} a rank"]
         texts += [
@@ -166,7 +166,6 @@ class MeasuredCollective:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the collective") -> MeasuredCollective:
-        """Build from the data of `to_json` at `place`. Raise BadOption."""
         return record(cls, ranks=whole(2, MOST_RANKS), fit=Fit.from_json, source=TEXT)(data, place)
 
 
@@ -197,12 +196,12 @@ class CompressorPoint:
     """Time to decode one payload."""
     propose_us: float = 0.0
     decode_more_us: float | None = None
-    """Time to decode each further payload; if None, the first one's."""
+    """Time to decode each further payload; `decode_us` if None."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompressorCost:
-    """Measured compressor; times are linear between points and beyond."""
+    """Measured compressor. `interpolate` defines times between and beyond points."""
 
     points: tuple[CompressorPoint, ...]
 
@@ -233,7 +232,6 @@ class CompressorCost:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the compressor") -> CompressorCost:
-        """Build from the data of `to_json` at `place`. Raise BadOption."""
         cost = record(cls, points=listed(_POINT))(data, place)
         for k, (one, after) in enumerate(pairwise(cost.points), start=1):
             if after.elements <= one.elements:

@@ -17,7 +17,7 @@ SIZES = tuple(1 << k for k in range(10, 27, 2))
 """Sizes at which collectives are compared: 1 KiB to 64 MiB."""
 
 CONFLICT = 0.25
-"""Two measurements conflict if they differ by more than this and by more than their errors (assumed)."""
+"""Two measurements conflict if their relative difference exceeds this and their errors (assumed)."""
 
 
 # Conflicts
@@ -74,7 +74,7 @@ def _differences(first: CostTable, second: CostTable) -> Iterator[Difference]:
 
 
 def _of_collectives(what: str, mine: MeasuredCollective, theirs: MeasuredCollective) -> Difference:
-    """Compare at the size of the largest difference within both ranges."""
+    """Return the largest difference at `SIZES` within both measured ranges."""
     largest = min(mine.fit.largest, theirs.fit.largest) or SIZES[-1]
     expected = 2 * (mine.spread + theirs.spread)
     return max(
@@ -117,7 +117,7 @@ def merge(first: CostTable, second: CostTable) -> Merged:
 
     A measured entry wins over an assumed one, then the newer table wins, then `second`. A number that differs from the
     default wins over the default. Roofline entries are not mixed. Entries of `_SHARING` come from one table: the
-    winning one if it has any of them. Raises BadOption for different machines.
+    winner, unless its own are all defaults. Raises BadOption for different machines.
     """
     default = CostTable()
     known = list(dict.fromkeys(t.hardware for t in (first, second) if t.hardware != default.hardware))
@@ -150,11 +150,11 @@ def merge(first: CostTable, second: CostTable) -> Merged:
 
 
 _SHARING = ("transport", "processors", "contention", "overlap_speed")
-"""Entries measured together."""
+"""Entries that are measured together."""
 
 
 def _filled(one: CostTable, other: CostTable) -> CostTable:
-    """Replace defaults by the other table's values, which avoids conflicts."""
+    """Replace defaults by the other table's values, so that defaults cause no conflicts."""
     default = CostTable()
     assumed = {f.name: getattr(other, f.name) for f in fields(one) if getattr(one, f.name) == getattr(default, f.name)}
     return replace(one, **assumed)

@@ -30,7 +30,7 @@ class Curve:
     sizes: tuple[float, ...]
     values: tuple[float, ...]
     slopes: tuple[float, ...]
-    """Slope from each size."""
+    """Slope from each size to the next."""
 
     def at(self, size: float) -> float:
         number = bisect_right(self.sizes, size) - 1
@@ -40,7 +40,7 @@ class Curve:
 def trace(price: Callable[[float], float], largest: float) -> Curve:
     """Approximate a price from 0 to `largest` (above 0) by lines.
 
-    Sizes grow by a factor of 4, denser if lines do not match the price.
+    Sizes grow by a factor of 4, with further sizes where lines do not match the price.
     """
     sizes = [0.0]
     size = SMALLEST
@@ -93,7 +93,6 @@ class Piece:
         return self.at_zero_us + self.us_per_unit * size
 
     def times(self, factor: float) -> Piece:
-        """Return the line with all times multiplied."""
         names = ("at_zero_us", "us_per_unit", "at_zero_error", "us_per_unit_error")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
@@ -135,14 +134,13 @@ class Fit:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the fit") -> Fit:
-        """Build from the data of `to_json` at `place`. Raise BadOption, also for times that fall."""
+        """Raise BadOption for wrong data, and for times that fall with size."""
         fit = _FIT(data, place)
         _check_rises(fit, place)
         return fit
 
     @classmethod
     def line(cls, at_zero_us: float, us_per_unit: float, residual: float = 0.0) -> Fit:
-        """Return a fit of one line."""
         return cls((Piece(0.0, at_zero_us, us_per_unit),), 0.0, 0.0, 0, residual, residual)
 
 
@@ -168,7 +166,7 @@ _FIT = record(
 )
 
 _ROUNDING = 1e-6
-"""Relative tolerance of a piece's start below the previous piece's end; its square applies to `at_zero_us`."""
+"""Relative tolerance for a piece that starts below the previous piece's end; its square applies to `at_zero_us`."""
 
 
 def _check_rises(fit: Fit, place: str) -> None:
@@ -194,7 +192,7 @@ def interpolate(points: Sequence[Sample], size: float) -> float:
     """Interpolate linearly between points sorted by size, without a fit.
 
     The result is constant below the first point. Beyond the last it follows their chord, or is proportional to size
-    with one point. A point below an earlier one is raised to it.
+    with one point. Times below an earlier point's are raised to it.
     """
     rising = list(accumulate((us for _, us in points), max))
     first, last = points[0][0], points[-1][0]

@@ -124,7 +124,6 @@ def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
 
 
 def wrong(place: str, expected: str, value: object) -> BadOption:
-    """Return the error for a wrong value."""
     text = "null" if value is None else repr(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return BadOption(f"{place or 'it'} must be {expected}, not {shown}")
@@ -134,7 +133,7 @@ _SHOWN = 60  # characters
 
 
 def _inside(place: str, name: object) -> str:
-    """Format a place: `collectives.all_reduce@4x1`, or `compute['aten.mm f32[2,2]']` for other characters."""
+    """Format an entry's path: `collectives.all_reduce@4x1`, or `compute['aten.mm f32[2,2]']` for other characters."""
     if not re.fullmatch(r"[\w@*()=,+~-]+", str(name)):
         return f"{place}[{name!r}]"
     return f"{place}.{name}" if place else str(name)

@@ -43,15 +43,24 @@ ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 class CostTable:
     """Numbers for predictions. Estimates never fail: missing measurements are assumed.
 
-    `hardware`, `versions`, `date` and `source` describe the measurement. `compute` is keyed by operation and shapes,
-    `aten.mm f32[512,384] f32[384,384]`; `roofline` prices other operations. `collectives`, keyed by topology as
-    `all_reduce@4x1`, win over the cluster's links. `transport` is collectives' processor time, `contention` a factor on
-    it and `overlap_speed` a collective's relative speed during compute, both fitted to the job's steps. `launch_us` is
-    the time to start a collective. `compressors` are keyed by text, device and threads, `int8@cpu*2`; `threads` is
-    their limit. `pack_gb_per_s` is the rate of filling buckets, `copy_gb_per_s` between host and device, `processors`
-    are a rank's. `feed_us` is a step's time outside its nodes, `host_us` the host's time hidden by a device, where
-    `feed_us` is 0. `error` is the prediction's relative error, `compute_error` is added for estimated compute,
-    `estimate` is the source of estimates.
+    hardware, versions, date, source    description of the measurement
+    compute           times by operator and shapes: `aten.mm f32[512,384] f32[384,384]`
+    roofline          price of other operators
+    collectives       times by topology: `all_reduce@4x1`; used instead of the cluster's links
+    compressors       times by text, device and threads: `int8@cpu*2`
+    threads           CPU threads that compressors may use
+    pack_gb_per_s     rate of filling buckets
+    launch_us         time to start a collective
+    transport         processor time of collectives
+    copy_gb_per_s     rate between host and device
+    processors        processors of a rank
+    contention        factor of `transport`, fitted to the job's steps
+    overlap_speed     relative speed of a collective during compute, also fitted
+    feed_us           time of a step outside its nodes
+    host_us           the same on an asynchronous device, which hides it
+    error             relative error of a prediction
+    compute_error     relative error added for estimated compute
+    estimate          source of estimates
     """
 
     hardware: str = "unknown"
@@ -64,7 +73,7 @@ class CostTable:
         default_factory=dict[tuple[CollectiveKind, str], MeasuredCollective]
     )
     compressors: Mapping[str, CompressorCost] = field(default_factory=dict[str, CompressorCost])
-    threads: int | None = None  # allowed for compressors; None: as measured
+    threads: int | None = None  # None: as measured
     pack_gb_per_s: float = 5.0  # assumed
     launch_us: float = 20.0  # assumed
     transport: Mapping[CollectiveKind, TransportCost] = field(default_factory=dict[CollectiveKind, TransportCost])
@@ -87,14 +96,12 @@ class CostTable:
     # Estimates
 
     def pack_us(self, size: float) -> float:
-        """Return the time of packing `size` bytes of gradients, or of a similar copy."""
         return size / (self.pack_gb_per_s * 1e3)
 
     def copy_us(self, size: float) -> float:
         return 0.0 if self.copy_gb_per_s is None else size / (self.copy_gb_per_s * 1e3)
 
     def compute_us(self, key: str, flops: float, size: float, math_type: str = "f32") -> Measured:
-        """Return an operation's measured time, or the roofline's."""
         return self.compute.get(key) or Measured(self.roofline.us(flops, size, math_type), source=self.roofline.source)
 
     def collective(self, kind: CollectiveKind, level: Level, size: float, cluster: Cluster) -> CollectivePrice:
@@ -144,7 +151,7 @@ class CostTable:
 
     @property
     def pool_load(self) -> float:
-        """Processors that the CPU pool takes from compute: 0 if compute has a separate device."""
+        """Number of processors that the CPU pool takes from compute: 0 if compute has a separate device."""
         return 1.0 if self.copy_gb_per_s is None else 0.0
 
     def encode_us(self, compressor: Compressor, elements: int, device: Device = Device.GPU) -> float:
@@ -181,7 +188,7 @@ class CostTable:
         return exact_key(self.compressors, compressor, device.value, self.threads) is not None
 
     def compressor_source(self, compressor: Compressor, device: Device = Device.GPU) -> str:
-        """Return `measured`, or the source of the compressor's cost."""
+        """Format the source of a compressor's cost, such as `measured`."""
         if self.has_measured(compressor, device):
             return f"estimated: {self.estimate}" if self.estimate else "measured"
         key, _ = self._compressor(compressor, device)
@@ -194,7 +201,6 @@ class CostTable:
     # Text and files
 
     def to_json(self) -> dict[str, Any]:
-        """Return the table as plain data."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "version": VERSION,
@@ -211,7 +217,6 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
-        """Build a table from the `data` of `to_json`. Raise BadOption with the path of an error."""
         try:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
@@ -231,7 +236,6 @@ class CostTable:
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
-        """Read the table at `path`. Raise BadOption."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except BadOption as error:
@@ -244,7 +248,7 @@ class CostTable:
     def measured(
         self, kind: CollectiveKind, level: Level, cluster: Cluster
     ) -> tuple[CollectiveKind, MeasuredCollective] | None:
-        """Return the measurement of this topology, or of another collective over the same links."""
+        """Return the measurement of a collective, or else of another collective, at the same topology."""
         if not self.collectives:
             return None
         group = cluster.topology_at(level)
@@ -258,7 +262,7 @@ class CostTable:
         return None
 
     def _compressor(self, compressor: Compressor, device: Device) -> tuple[str, CompressorCost] | tuple[str, None]:
-        """Return the nearest measured compressor, on any device if the device is the host."""
+        """Return key and cost of the nearest measured compressor. On a host, keys of any device match."""
         places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         key = nearest_key(self.compressors, compressor, places, self.threads)
         return (key, self.compressors[key]) if key else ("", None)
@@ -268,7 +272,6 @@ class CostTable:
 
 
 def collective_source(costs: CostTable, kind: CollectiveKind, level: Level, cluster: Cluster) -> str:
-    """Return the source of a collective's price."""
     measured = costs.measured(kind, level, cluster)
     if measured is None:
         return f"the cluster's link, {cluster.link_at(level)}"
@@ -290,7 +293,7 @@ def collective_formula(costs: CostTable, kind: CollectiveKind, level: Level, siz
 
 
 def link_of(costs: CostTable, *, between_hosts: bool) -> Link | None:
-    """Return the link of a measured all_reduce, with one rank per host or all on one host; None if not measured."""
+    """Return the link of a measured all_reduce between hosts (one rank of each) or inside one; None if not measured."""
     shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
     for (kind, topology), measured in costs.collectives.items():
         match = re.fullmatch(shape, topology)

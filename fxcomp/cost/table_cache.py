@@ -14,7 +14,7 @@ from fxcomp.cost.table import VERSION, CostTable
 
 
 def load_table(path: str | Path) -> CostTable | None:
-    """Return a saved table; None if missing. Rename an unreadable file, with a warning."""
+    """Return a saved table; None if missing or unreadable. Rename an unreadable file, with a warning."""
     path = Path(path)
     try:
         return CostTable.from_json(json.loads(path.read_text()))

@@ -31,7 +31,7 @@ class Task:
     """Time with all requested processors."""
     after: tuple[str, ...] = ()
     load: float = 0.0
-    """Requested processors; compute's are in `Processors`."""
+    """Number of requested processors; for compute, `Processors.compute`."""
     overlap_speed: float = 1.0
     """Relative speed while compute leaves no processor free, because a woken thread waits for a time slice."""
 
@@ -86,7 +86,7 @@ class Timeline:
 
 
 def simulate(tasks: Sequence[Task], processors: Processors = UNSHARED) -> Timeline:
-    """Run each task as early as possible."""
+    """Start each task as early as possible."""
     starts, ends = _run(tasks, processors)
     return Timeline(tuple(map(Span, tasks, starts, ends)))
 
@@ -227,7 +227,7 @@ def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """Return the spans that determine the step's length, in order.
 
-    Each is a predecessor of the next, or the previous task of its stream. Contention for processors is ignored.
+    Each span is a predecessor of the next span, or precedes it on its stream. Contention for processors is ignored.
     """
     before, _ = _queues(timeline)
     spans = {span.task.name: span for span in timeline.spans}
@@ -242,7 +242,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 def exposed_by_task(timeline: Timeline) -> dict[str, float]:
     """Return the µs that compute waits for each task; they sum to the timeline's exposed time.
 
-    A wait is attributed to the task that ends last, and its part before that task's start to the task that delayed it.
+    A wait is attributed to the awaited task that ends last; time before this task started, to the task that delayed it.
     """
     before, last = _queues(timeline)
     spans = {span.task.name: span for span in timeline.spans}

@@ -1,6 +1,6 @@
-"""Errors of compressors on one rank's values: of codecs by sampling, of top-k exactly.
+"""Compute errors of compressors on one rank's values: estimates from samples for codecs, exact for top-k.
 
-Squares are summed in fp32, or in fp64 for rows outside its range, which is 20 times slower.
+Squares are summed in fp32, or in fp64, 20 times slower, for rows outside fp32's range.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def row_squares(rows: Tensor) -> Tensor:
 
 
 def squares(flat: Tensor) -> float:
-    """Return |flat|²; not finite if a value is not."""
+    """Return |flat|²; not finite if a value is not finite."""
     whole = len(flat) // RUN * RUN
     parts = [row_squares(flat[:whole].view(-1, RUN)), row_squares(flat[whole:].view(1, -1))]
     return float(torch.cat(parts).sum())
@@ -46,16 +46,15 @@ def row_crests(rows: Tensor, of_rows: Tensor) -> Tensor:
 
 
 _SORTED = 1 << 12
-"""Number of values up to which a sort is faster than the selections."""
+"""Maximum number of values for which one sort is faster than more selections."""
 
 
 def lost_by_largest(value: Tensor, kept: Sequence[int]) -> list[float]:
     """Return |v|² without the k largest magnitudes, for each k in the ascending `kept`.
 
-        1/4 of all values  -->  the largest 10 % of all among them  -->  the largest 3 % among these  --> ...
+        largest 1/4 of all values  -->  largest 10 %, found among these  -->  largest 3 %, found among these  --> ...
 
-    Each selection reads only the values that the last one kept. Errors are sums of squares left out, not differences of
-    large numbers.
+    Errors are sums of the omitted squares, not differences of large numbers.
     """
     lost, left, rest = list[float](), 0.0, value
     for number, count in reversed(list(enumerate(kept, 1))):
@@ -83,7 +82,7 @@ def _largest_of(value: Tensor, count: int) -> tuple[Tensor, float]:
 
 RUNS = 64
 MOST = 1e3
-"""Error of values that overflow, above every budget."""
+"""Error assigned to values that overflow; above every budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,9 @@ class Drawn:
         drawn    = 64 runs, each with the probability |run|² / |v|²
         error    = mean over the drawn runs of |run - decoded|² / |run|²
 
-    The expected value is |v - decoded|² / |v|², for any distribution. The standard error is at most the runs' deviation
-    over √64. It is smaller because runs are sorted by the share of their largest value, which determines a quantiser's
-    error, and drawn at equal steps. A gradient of at most 64 runs is measured whole.
+    The expected value is |v - decoded|² / |v|², for any distribution. The standard error is below the runs' deviation
+    / √64, because runs are sorted by the share of their largest value, which determines a quantiser's error, and drawn
+    at equal steps. A gradient of at most 64 runs is measured whole.
     """
 
     values: Tensor
@@ -106,7 +105,7 @@ class Drawn:
     is_sample: bool
 
     def lost(self, left: Tensor) -> float:
-        """Estimate |v - decoded|² of the gradient, from the residual of these values."""
+        """Estimate |v - decoded|² of the gradient from `left`, the residual of `values`."""
         if not self.is_sample:
             return min(squares(left), MOST * self.whole)
         of_runs = row_squares(left.view(-1, RUN)) / row_squares(self.values.view(-1, RUN))
@@ -138,6 +137,6 @@ def lost_by_codec(codec: Compressor, drawn: Sequence[Drawn]) -> list[float]:
     left = torch.zeros_like(values)
     payload = torch.empty(codec.payload_elements(segments), dtype=codec.payload_dtype, device=values.device)
     codec.encode(values, left, payload, segments)
-    if payload.is_floating_point():  # values that round to infinity are in no residual
+    if payload.is_floating_point():  # the residual lacks values that round to infinity
         left.masked_fill_(~payload.isfinite(), inf)
     return [each.lost(part) for each, part in zip(drawn, torch.split_with_sizes(left, list(segments)), strict=True)]

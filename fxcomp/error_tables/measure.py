@@ -9,7 +9,7 @@ these numbers, so every rank has the same rows.
     error = sum over ranks of |v - decoded|² / sum over ranks of |v|²       top-k and codecs
     error = |V - best matrix of rank r|² / |V|²,  V = sum over ranks of v   low rank
 
-A gradient that is zero or not finite on a rank is omitted there. Memory: a copy of the largest gradient with its
+A rank omits a gradient that is not finite there. Memory: a copy of the largest gradient with its
 residual (two copies for top-k), 128 kB of sampled values per gradient, and sketches of 32 rows and columns per matrix.
 """
 
@@ -28,37 +28,37 @@ from fxcomp.error_tables.codecs import Drawn, draw_runs, lost_by_codec, lost_by_
 from fxcomp.error_tables.table import CODECS, LARGEST, LOW_RANK, ErrorRow, sends_whole
 
 AllReduce = Callable[[Tensor], object]
-"""Sums a tensor over all ranks, in place."""
+"""Function that sums a tensor over all ranks, in place."""
 
 _linalg: Any = torch.linalg
 
 _SKETCH = max(each.rank for each in LOW_RANK) + 8
-"""Columns of a sketch, more than the largest matrix rank."""
+"""Number of columns of a sketch: the largest matrix rank + 8."""
 
 _PROBES = 8
 """Number of random vectors that estimate the sketch's error.
 
-Its relative accuracy is 1/2 if the error matrix has rank 1, 1/8 if rank 16.
+The estimate's relative standard error is 1/2 for an error matrix of rank 1, 1/8 for rank 16.
 """
 
 
 def losses_by_rank(
     shapes: Sequence[tuple[int, int]], matrices: Callable[[], Iterator[Tensor]], key: int, all_reduce: AllReduce
 ) -> list[list[float]]:
-    """Return |A - its best matrix of rank r|² / |A|² of each matrix, for each rank r of LOW_RANK, by a sketch.
+    """Return |A - its best matrix of rank r|² / |A|² for each matrix A and each rank r of LOW_RANK, by a sketch.
 
         Y = A Ω,  Q = orthonormal(A orthonormal(Aᵀ orthonormal(Y))),  B = Qᵀ A    Ω random, of 24 columns
         lost(r) = |A|² - sum of the r largest eigenvalues of B Bᵀ
 
-    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is a sum over processes. Four all_reduces of
-    products serve all matrices. |A|² is |B|² plus the part outside Q, which 8 more random vectors estimate:
+    (Halko, Martinsson and Tropp 2011, with one power iteration.) A is a sum over processes. Four all_reduces sum
+    the products of all matrices. |A|² is |B|² plus the part outside Q, which 8 more random vectors estimate:
 
         |A - Q B|² = mean of |(1 - Q Qᵀ) A ω|²
 
     A sketch underestimates the kept part: by little for falling singular values, by a quarter for white noise. A
     matrix with at most 24 rows or columns is used whole.
 
-    `matrices` yields this process's terms of the sums, in order, at each call; zeros if it has none.
+    Each call of `matrices` yields this process's terms of the sums, in order; zeros for a missing term.
     """
     is_small = [min(shape) <= _SKETCH for shape in shapes]
 
@@ -127,7 +127,7 @@ def measure(
     rank: int,
     look: int,
 ) -> dict[str, ErrorRow]:
-    """Measure the errors of one of FAMILIES on gradients, plus residuals where given.
+    """Measure the errors of `family`, one of FAMILIES, on gradients plus residuals where given.
 
     Every rank calls it with the same names and shapes. Random choices depend on `rank` and on the measurement's number
     `look`, so that averages over measurements converge. A gradient that is finite on no rank has no row. If one error
@@ -182,7 +182,7 @@ def _value(gradient: Tensor, residual: Tensor | None = None) -> Tensor:
 def _sketch(
     found: Tensor, gradients: Mapping[str, Tensor], residuals: Mapping[str, Tensor], look: int, all_reduce: AllReduce
 ) -> None:
-    """Fill in the low-rank columns, equal on every process."""
+    """Fill in the low-rank columns of `found`, equal on every process."""
     places = [k for k, each in enumerate(gradients.values()) if not sends_whole(LOW_RANK[0], tuple(each.shape))]
     names, is_measured = list(gradients), [bool(row[0]) for row in found]
     shapes = [(gradients[names[k]].shape[0], gradients[names[k]][0].numel()) for k in places]

@@ -7,7 +7,7 @@
 
     family      a column for                   used for
     LARGEST     shares of values kept          topk; sidco, which sends about as many values
-    LOW_RANK    ranks of the best matrix       powersgd
+    LOW_RANK    matrix ranks                   powersgd
     CODECS      compressors that round         the same compressor
 
 Each measurement covers one family (`measure.py`). `averaged` averages a family's measurements, `joined` makes a table
@@ -70,7 +70,6 @@ class ErrorRow:
 
 
 Rows = Mapping[str, ErrorRow]
-"""Rows by gradient."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class ErrorTable:
     def errors_of(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
         """Return a compressor's error on each gradient: measured, or assumed for Gaussian values.
 
-        The largest values or singular values are kept, so the error is convex in their number, and linear interpolation
-        between columns never understates it.
+        Top-k and low-rank compressors keep the largest (singular) values, so the error is convex in their number, and
+        linear interpolation never understates it.
         """
         assumed, found = gaussian_error(compressor, ranks), list[float]()
         column, is_low_rank = _column_of(compressor), isinstance(compressor, PowerSGD)
@@ -144,7 +143,6 @@ class ErrorTable:
 
 
 ASSUMED = ErrorTable()
-"""The empty table."""
 
 
 @lru_cache(maxsize=4096)
@@ -173,9 +171,9 @@ def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
 
 
 def averaged(before: Rows, look: Rows) -> Rows:
-    """Add a family's measurement `look` to the average of `looks - 1` earlier ones.
+    """Add a family's measurement `look` to the average `before` of `looks` earlier ones.
 
-        new = old + a (look - old)        a = max(1 / looks, WEIGHT)
+        new = old + a (look - old)        a = max(1 / (looks + 1), WEIGHT)
 
     for each error, and for each gradient's share of the total squares. Without shares, one step with large gradients
     would dominate dozens of measurements.
@@ -223,7 +221,7 @@ def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
 
 
 def _legal(rows: Rows) -> Rows:
-    """Treat invalid numbers as not measured; make errors monotonic in the number kept."""
+    """Treat invalid numbers as not measured; make errors fall as more values or ranks are kept."""
     sizes = {name: row for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
     return {name: _repaired(row if row.size else replace(row, squares=0.0, samples=0)) for name, row in sizes.items()}
 

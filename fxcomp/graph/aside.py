@@ -29,25 +29,26 @@ from fxcomp.graph.regions import Region
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Wait, if any, before a piece (region or line) of a step, or before its end."""
+    """Wait of one stream for the other, if any, before a piece (region or line) or at the end of a step."""
 
     is_aside: bool
+    """True if the piece runs on the side stream."""
     waits: bool
     values: tuple[Node, ...] = ()
-    """Values of the other stream that no earlier piece used."""
+    """Values made on the other stream that this piece is the first to use."""
 
 
 def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing]:
-    """Return the crossing before each piece of a step, and before its end.
+    """Return the crossing before each piece of a step, and at the end.
 
     The first line of the side stream waits for compute, because a residual may have changed since the last step. At the
-    end compute waits, so that steps never overlap.
+    end compute waits for the side stream, so that steps never overlap.
     """
     found: list[Crossing] = []
     made_aside: dict[Node, None] = {}
     taken: set[Node] = set()
     is_ahead = False
-    """The side stream has work that compute has not waited for."""
+    """True while the side stream has work that compute has not waited for."""
     for piece in pieces:
         is_aside = goes_aside(piece)
         takes = piece.inputs if isinstance(piece, Region) else piece.all_input_nodes
@@ -62,7 +63,7 @@ def crossings(gm: GraphModule, pieces: Sequence[Region | Node]) -> list[Crossing
             is_ahead = is_ahead and not values
         if isinstance(piece, Node) and info(piece).role is Role.COMMIT:
             assert not is_ahead, "a step may end here, so compute has waited for the side stream"
-            taken.update(made_aside)  # read by lines that run where parameters may not change
+            taken.update(made_aside)  # compute has waited for all of them
         taken.update(values)
         found.append(Crossing(is_aside, bool(values), tuple(values)))
     outputs: Any = gm.graph.output_node().args[0]

@@ -21,7 +21,7 @@ _BATCH_NORMS = (
     _aten.cudnn_batch_norm.default,
     _aten.miopen_batch_norm.default,
 )
-"""Operators that update running statistics without declaring it."""
+"""Operators that update running statistics, which their schemas do not declare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Write:
 
     node: Node
     value: Node
-    """Value copied into the buffer, or the buffer itself."""
+    """Value that `node` copies into the buffer; the buffer itself for other writes."""
 
     @property
     def ready(self) -> Node:
@@ -38,7 +38,7 @@ class Write:
 
 
 def written_parameters(gm: GraphModule) -> dict[str, Node]:
-    """Return the parameters that the forward pass writes (as max_norm of an embedding does), with the last write."""
+    """Return the last write of each parameter that the forward pass writes, as max_norm of an embedding does."""
     copies = {node.args[0]: node for node in gm.graph.nodes if node.target is _aten.copy_.default}
     sources = [
         (info(to).source, node) for to, node in copies.items() if isinstance(to, Node) and to.op == "placeholder"
@@ -47,7 +47,7 @@ def written_parameters(gm: GraphModule) -> dict[str, Node]:
 
 
 def parameters_written_apart(gm: GraphModule) -> list[str]:
-    """Return the parameters whose forward writes depend on the batch, constants or random numbers: ranks may differ."""
+    """Return parameters whose forward writes depend on batch, constants or random numbers: they may differ by rank."""
     apart: set[Node] = set()
     for node in gm.graph.nodes:
         source = info(node).source if node.op == "placeholder" else None
@@ -58,13 +58,11 @@ def parameters_written_apart(gm: GraphModule) -> list[str]:
 
 
 def buffers(gm: GraphModule) -> dict[str, Node]:
-    """Return the buffers among the inputs, by name."""
     sources = [(node, info(node).source) for node in gm.graph.nodes if node.op == "placeholder"]
     return {s.name: node for node, s in sources if s is not None and s.kind is InputKind.BUFFER}
 
 
 def last_writes(gm: GraphModule) -> dict[Node, Write]:
-    """Return the last write of each buffer in forward and backward."""
     own = set(buffers(gm).values())
     writes: dict[Node, Write] = {}
     for node in gm.graph.nodes:
@@ -90,7 +88,6 @@ def _value_of(node: Node, buffer: Node) -> Node:
 
 
 def written_nodes(node: Node) -> Iterator[Node]:
-    """Yield the nodes that a node writes into."""
     target = node.target
     if target in _BATCH_NORMS and node.args[5]:
         yield from (argument for argument in node.args[3:5] if isinstance(argument, Node))
@@ -102,36 +99,34 @@ def written_nodes(node: Node) -> Iterator[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Auxiliary leaf that is fixed at capture."""
+    """Leaf of the auxiliary result whose value is fixed at capture."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A captured step. Compares by identity."""
-
     graph: GraphModule
     aux_spec: pytree.TreeSpec | None
     aux: tuple[Constant | None, ...]
-    """Leaves of the auxiliary result; None for a value that the graph returns."""
+    """Leaves of the loss function's auxiliary result; None for a value that the graph returns."""
     has_aux: bool
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
     guard: compat.ShapeGuard | None
-    """Check if the graph can run a batch of other sizes; None if it can run no other."""
+    """Checks if the graph can run a batch of other sizes; None if it runs only the captured sizes."""
     is_weighted: bool = False
-    """The loss is a sum over counted elements."""
+    """True if the loss is a sum, whose gradients are divided by its element count over all ranks."""
     densified: tuple[str, ...] = ()
-    """Parameters with dense gradients here and sparse ones in eager PyTorch."""
+    """Parameters whose gradients are dense in the graph but sparse in eager PyTorch."""
     unused: tuple[str, ...] = ()
     """Names of parameters that the loss does not depend on; their gradients are zero."""
 
     is_imagined: bool = False
-    """The graph was moved to an absent device (`graph/retarget.py`). It is never compiled."""
+    """True if the graph was moved to an absent device (`graph/retarget.py`)."""
 
     prelude: Prelude | None = None
-    """Decisions of the traced Python code about tensor values."""
+    """Decisions of the traced Python code that depend on tensor values."""
     live: tuple[str, ...] = ()
     """Names of Python floats that are graph inputs."""
 

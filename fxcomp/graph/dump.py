@@ -21,7 +21,7 @@ def dump(gm: GraphModule, *, costs: bool = True) -> str:
 
 
 def rows(gm: GraphModule, *, costs: bool = True) -> list[tuple[str, ...]]:
-    """Return the columns of each line; the output line has one."""
+    """Return the columns of each text line; the last line, for the output node, has one column."""
     output = f"output({_argument(gm.graph.output_node().args[0], bare=True)})"
     return [*(_row(node, costs) for node in gm.graph.nodes if node.op != "output"), (output,)]
 

@@ -18,7 +18,7 @@ from fxcomp.plan.kinds import CollectiveKind
 
 
 def clone(gm: GraphModule) -> GraphModule:
-    """Copy the nodes; parameters and metadata are shared."""
+    """Copy a graph module's nodes; parameters and metadata values are shared."""
     return compat.graph_module(gm, compat.copied(gm.graph.nodes), type(gm).__name__)
 
 
@@ -44,7 +44,6 @@ def call(
 
 
 def refresh_value(node: Node) -> Node:
-    """Recompute a node's fake value from its present arguments."""
     target: Any = node.target
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     node.meta["val"] = target(*args, **kwargs)
@@ -62,7 +61,7 @@ def placeholder(graph: Graph, name: str, value: torch.Tensor, label: NodeInfo) -
 
 
 def gradients(gm: GraphModule) -> dict[str, Node]:
-    """Return the nodes that compute local gradients, by parameter name, in ready order."""
+    """Return the nodes that compute local gradients, by parameter name, in the order of backward."""
     return {str(info(n).parameter): n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.GRADIENT}
 
 
@@ -81,7 +80,7 @@ def has_scale(gm: GraphModule) -> bool:
 
 
 def with_parts(gradient: Node) -> Iterator[Node]:
-    """Yield a gradient and the nodes that take parts of it."""
+    """Yield a gradient and the nodes that select parts of it."""
     yield gradient
     for user in gradient.users:
         if has_info(user) and info(user).role is Role.PART:
@@ -89,13 +88,13 @@ def with_parts(gradient: Node) -> Iterator[Node]:
 
 
 def result_of(node: Node) -> Node | None:
-    """Return the operator that a node takes one result from, or None."""
+    """Return the node that a getitem node indexes; None for other nodes."""
     source = node.args[0] if node.target is operator.getitem else None
     return source if isinstance(source, Node) else None
 
 
 def last_result(node: Node) -> Node:
-    """Return the last node that takes a result from the same operator as `node`."""
+    """Return the last of the consecutive getitem nodes after `node` that take results of the same operator."""
     source = result_of(node) or node
     results = [user for user in source.users if result_of(user) is source]
     while node.next in results:
@@ -108,7 +107,6 @@ def is_collective(node: Node) -> bool:
 
 
 def is_exchange(node: Node) -> bool:
-    """Return whether a node communicates on behalf of the loss function."""
     return has_info(node) and info(node).role is Role.EXCHANGE
 
 
@@ -129,7 +127,7 @@ def level_of(collective: Node) -> Level:
 
 
 def sent_bytes(collective: Node) -> int:
-    """Return the bytes that determine a collective's price: the largest part in a gather, else the value."""
+    """Return the bytes that determine a collective's price: the largest part if it joins parts, else the input."""
     value, cut = cast("tuple[Any, Any]", collective.args[:2])
     if collective.target in MOVES and not collective_kind(collective).splits:
         return max(cut) * value.meta["val"].element_size()
@@ -159,32 +157,30 @@ def wait_of(collective: Node) -> Node:
 
 
 def collective_of(gradient: Node) -> Node | None:
-    """Return the collective that reduces a gradient or bucket, or None."""
     return next((user for user in gradient.users if is_collective(user)), None)
 
 
 def slot_text(node: Node) -> str:
-    """Format bucket and nonzero slot: `3`, `3_1`."""
+    """Format a node's bucket, and its slot unless 0: `3`, `3_1`."""
     return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"
 
 
 def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
-    """Yield the number and pack node of each bucket."""
     for node in gm.graph.nodes:
         if node.target is PACK and (number := info(node).bucket) is not None:
             yield number, node
 
 
 SHARE = "share"
-"""Name of the node with the weight of gradients of a weighted loss."""
+"""Name of the node with the factor of all gradients of a weighted loss: ranks / element count."""
 
 _aten = torch.ops.aten
 
 
 def multiply_gradients(gm: GraphModule, factor: Node, name: str) -> None:
-    """Multiply all gradients by a factor: in their packs, else in nodes called `name`.
+    """Multiply all gradients by a factor: in their pack nodes, or in new nodes called `name` if there are no packs.
 
-    Sums are multiplied before they are rounded to a gradient's narrower type, since they may overflow fp16.
+    Sums over micro-batches are multiplied before they are rounded to a narrower type, since they may overflow fp16.
     """
     local = gradients(gm)
     rounded = [gradient for gradient in local.values() if _is_rounded(gradient)]
@@ -202,7 +198,7 @@ def multiply_gradients(gm: GraphModule, factor: Node, name: str) -> None:
 
 
 def _is_rounded(gradient: Node) -> bool:
-    """Return whether a gradient is rounded from a sum of a wider type."""
+    """Return whether a gradient is rounded from a sum over micro-batches in a wider type."""
     source = gradient.args[0] if gradient.args else None
     if gradient.target is not _aten._to_copy.default or not isinstance(source, Node):
         return False

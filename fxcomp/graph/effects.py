@@ -1,4 +1,4 @@
-"""List an emitted step's events, with stream, memory read and written, and events to wait for.
+"""List an emitted step's events: the stream of each, the memory it reads and writes, and the events it waits for.
 
     region_0            compute   reads the batch, parameters     writes its results
     pack_0              compute   reads gradients                 writes the buffer of %pack_0
@@ -6,8 +6,8 @@
     wait_0              compute, after the collective
 
 Events of one stream run in order. A launch starts after the earlier work of its thread, a wait blocks its own stream,
-and the pool waits for its inputs. On an asynchronous device, host copies and the side stream are separate streams;
-otherwise a copy shares its input's memory.
+and the pool waits for its inputs. An asynchronous device has further streams: the side stream, and one for copies in
+each direction. On other devices, a copy to or from the host shares its input's memory.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from fxcomp.plan.kinds import POOL, Stream
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A piece of work on a stream."""
+    """Work on a stream."""
 
     name: str
-    """Name of the emitted line."""
+    """Name of the emitted line or region."""
     where: str
+    """Stream, or host thread."""
     after: tuple[int, ...]
-    """Indices of the events that it waits for."""
+    """Indices of the events that this event waits for."""
     reads: frozenset[str] = frozenset()
-    """Memories, named after the values they are made for."""
+    """Memories, named after the values for which they are allocated."""
     writes: frozenset[str] = frozenset()
     values: tuple[tuple[str, str], ...] = ()
-    """Values that it reads, with their memories, except inputs whose present content is read."""
+    """(value, memory) pairs that the event reads, except live inputs (`_is_live`)."""
     makes: tuple[str, ...] = ()
 
 
 HOST, ASIDE = "host", "aside"
 TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
-"""Streams without nodes: main thread, side stream, copies to the host and back, collectives."""
+"""Streams without labelled nodes: main thread, side stream, copies to the host and back, collectives."""
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
-    """Yield the events of two complete consecutive steps, then with the first rolled back."""
+    """Yield the events of two consecutive steps, then of two steps whose first is rolled back."""
     pieces = cut(gm)
     undoing = [p for p in pieces if isinstance(p, Node) and (line := line_of(p)) is not None and line.is_undoing]
     usual = [piece for piece in pieces if piece not in undoing]
@@ -86,14 +87,14 @@ def _events(
                 writer.meet_pool("all_finite")
             writer.add(piece)
             writer.free(freed.get(place, ()))
-        if pieces and pieces[-1] not in undoing:  # a rolled-back step ends where it was joined before
+        if pieces and pieces[-1] not in undoing:  # in a rolled-back step compute has already waited
             writer.cross(end)
         writer.meet_pool("finish")
     return writer.events
 
 
 def _last_uses(memories: Memories, pieces: Sequence[Region | Node]) -> dict[int, list[str]]:
-    """Return the memories that each piece of the step, by index, is the last to use."""
+    """Return, by index of a piece, the temporary memories that no later piece of the step uses."""
     last: dict[str, int] = {}
     for place, piece in enumerate(pieces):
         nodes = (*piece.inputs, *piece.outputs) if isinstance(piece, Region) else (piece, *piece.all_input_nodes)
@@ -105,14 +106,12 @@ def _last_uses(memories: Memories, pieces: Sequence[Region | Node]) -> dict[int,
 
 
 class _EventWriter:
-    """Appends events and tracks the progress of each stream."""
-
     def __init__(self, memories: Memories) -> None:
         self.memories = memories
         self.events: list[Event] = []
         self.last: dict[str, int] = {}
         self.done: dict[Node, int] = {}
-        """Event after which a value of the pool or of a collective is ready."""
+        """Index of the event after which a value of the pool or of a collective is ready."""
         self.on_host: set[Node] = set()
         self._of_region: dict[str, tuple[list[Node], set[str]]] = {}
 
@@ -152,7 +151,7 @@ class _EventWriter:
                 self.on_host.add(node)
 
     def free(self, passing: Iterable[str]) -> None:
-        """Allow later lines to reuse memory."""
+        """Add an event that frees temporary memories."""
         freed = frozenset(passing)
         if freed and self.events:
             self._add(f"del {', '.join(sorted(freed))}", self.compute, writes=freed)
@@ -201,7 +200,7 @@ class _EventWriter:
         return ASIDE if self.memories.is_asynchronous and goes_aside(node) else self.compute
 
     def _stream_of(self, node: Node, line: Line) -> Stream | None:
-        """Return a line's stream. A rank's own payload is decompressed where it is stored."""
+        """Return a line's stream. A roll back decompresses a payload in host memory on the pool."""
         if line.is_undoing and line.method == DECOMPRESS.method and node.args[0] in self.on_host:
             return DECOMPRESS.stream
         return info(node).stream
@@ -258,7 +257,7 @@ class _EventWriter:
         after: Iterable[int] = (),
         makes: Iterable[Node] = (),
     ) -> int:
-        """Add an event after its stream's last event and after all earlier work of the main thread."""
+        """Add an event after the last events of its stream and of the main thread; collectives only follow `after`."""
         read = [node for node in takes if isinstance(node.meta.get("val"), Tensor | tuple | list)]
         own = [] if stream.startswith(WIRE) else [*self._come_to(stream), *self._come_to(HOST)]
         before = dict.fromkeys([*after, *own])
@@ -275,7 +274,7 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _only_looks(node: Node) -> bool:
-    """Return whether a node reads no data."""
+    """Return whether a node only makes a view or selects a result, so that it reads no data."""
     target: Any = node.target
     return target is operator.getitem or (compat.is_operator(target) and compat.is_view(target))
 
@@ -296,6 +295,6 @@ def _looked_at(node: Node, inside: Collection[Node]) -> Node:
 
 
 def _read_by(node: Node, line: Line) -> list[Node]:
-    """Return the values that a line reads, without the overwritten one."""
+    """Return the values that a line reads, except the value that it overwrites."""
     replaced = {"restore": 0, "keep": 0}.get(line.method)
     return [source for source in node.all_input_nodes if replaced is None or source is not node.args[replaced]]

@@ -11,8 +11,8 @@
     %counted    i64[]     add(%num_batches, 1)
     %copy_      i64[]     copy_(%num_batches, %counted)    at the end
 
-If views of written values exist, the pass is traced again under torch.func.functionalize, which takes as long as the
-first trace.
+If views of written values exist, forward and backward are traced again under torch.func.functionalize, which takes as
+long as the first trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def functional(
 ) -> GraphModule:
     """Remove in-place operators, except random fills of fresh memory and copies into inputs.
 
-    `mode` makes fakes of constants. `retracing` runs inside a second trace.
+    `mode` makes fakes of constants. `retracing` is called at the start of a second trace.
     """
     _look_instead_of_turning(traced)
     writes = [

@@ -1,4 +1,4 @@
-"""Facts about a node, under one meta key."""
+"""Facts about an FX node, stored under one key of `node.meta`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ KEY = "fxcomp"
 
 
 class Role(Enum):
-    """The purpose of a node."""
-
     INPUT = "input"
     COMPUTE = "compute"
-    ARRIVE = "arrive"  # from a backward pass outside of the graph
-    RANDOM_STATE = "random state"  # reads or sets a generator, to repeat draws
-    COUNT = "count"  # elements of a weighted loss over all ranks: collective and wait
+    ARRIVE = "arrive"  # gradients from a backward pass outside of the graph
+    RANDOM_STATE = "random state"  # reads or sets a random generator's state
+    COUNT = "count"  # sums a weighted loss's element counts over ranks: collective and wait
     GRADIENT = "gradient"
     PART = "part"  # elements of a gradient, for a separate bucket
     PACK = "pack"  # gradients into one flat bucket
-    PROPOSE = "propose"  # values to agree on before compressing
+    PROPOSE = "propose"  # values that ranks agree on before they compress
     COMPRESS = "compress"
     COLLECTIVE = "collective"
     WAIT = "wait"
@@ -40,7 +38,7 @@ class Role(Enum):
     UNPACK = "unpack"  # a bucket back into gradients
     COMMIT = "commit"  # checks that arrived values are finite
     ROLL_BACK = "roll back"  # undoes a step with non-finite values
-    CLIP = "clip"  # needs every gradient
+    CLIP = "clip"  # gradient clipping, which needs every gradient
     UPDATE = "update"  # optimizer of one parameter
     OUTPUT = "output"
 
@@ -49,21 +47,19 @@ BUCKET_LINES = (
     *(Role.PACK, Role.PROPOSE, Role.COMPRESS, Role.COLLECTIVE, Role.WAIT),
     *(Role.KEEP, Role.DECOMPRESS, Role.COPY),
 )
-"""Roles between a bucket's gradients and their means."""
+"""Roles of the nodes between local gradients and their means over ranks."""
 
 
 class InputKind(Enum):
-    """Kind of a graph input."""
-
     PARAMETER = "parameter"
     BUFFER = "buffer"
     STATE = "state"  # optimizer state of one parameter
-    HYPER = "hyper"  # live number of a parameter group, set by schedulers
+    HYPER = "hyper"  # number of a parameter group that schedulers may change
     BATCH = "batch"
     SUM = "sum"  # gradients summed over the micro-batches of a group
-    COUNT = "count"  # elements of a weighted loss, in the group so far
-    SCALE = "scale"  # live scale of the loss
-    FACTOR = "factor"  # live factor of all gradients
+    COUNT = "count"  # elements of a weighted loss in the group's micro-batches so far
+    SCALE = "scale"  # factor of the loss, which may change
+    FACTOR = "factor"  # factor of all gradients, which may change
     RESIDUAL = "residual"  # compression error of a bucket
     COMPRESSOR_STATE = "compressor state"  # other state of a bucket's compressor
 
@@ -72,14 +68,13 @@ class InputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Origin of an input: `name`, or `index` of a group, leaf or bucket."""
+    """Origin of a graph input: its `name`, or the `index` of its parameter group, batch leaf or bucket."""
 
     kind: InputKind
     name: str = ""
     key: str = ""
     index: int = 0
     slot: int = 0
-    """Index of the compression within its bucket."""
 
     def __str__(self) -> str:
         key, slot = "." + self.key if self.key else "", f" slot {self.slot}" if self.slot else ""
@@ -90,56 +85,50 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FusedUpdate:
-    """Operator of a parameter's whole update."""
+    """PyTorch's fused operator for a parameter's whole update."""
 
     operator: OpOverload
     states: tuple[str, ...]
-    """Keys of the state lists, in order; an empty key is an empty list."""
+    """Optimizer-state keys of the operator's list arguments, in order; an empty key stands for an empty list."""
     counter: str = ""
     """Key of the step counter; empty if there is none."""
     numbers: tuple[tuple[str, str | float], ...] = ()
-    """Keyword arguments: key of a live number, or a constant."""
+    """Keyword arguments: the key of a number in the parameter group, or a constant."""
     group: int = 0
-    """Parameter group of the live numbers."""
+    """Index of the parameter group."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """Facts about a node; read with `info(node)`."""
-
     role: Role
     parameter: str | None = None
     bucket: int | None = None
     stage: int = 0
-    """Number of the bucket's collectives before this line."""
+    """Number of the bucket's collectives before this node."""
     slot: int = 0
     """Index of the compression within its bucket."""
     start: int = 0
     """Offset of a part's first element in the flat parameter."""
     sent_bytes: int | None = None
-    """Bytes of rank 0 in a bucket's collective, because shards differ but prices must not."""
+    """Bytes that rank 0 sends in a bucket's collective: the basis of all ranks' price, because shards differ."""
     cost_us: float | None = None
     starting_us: float = 0.0
-    """Launch time of a collective on its thread."""
+    """Time that a thread takes to launch a collective."""
     load: float = 0.0
     """Number of processors taken from compute."""
     overlap_speed: float = 1.0
-    """Speed during compute / speed alone, if compute leaves no processor."""
+    """Speed of a collective during compute / speed alone, if compute leaves no processor free."""
     launcher_load: float = 0.0
     """Number of processors taken by the pool's launching thread."""
     stream: Stream | None = None
     is_aside: bool = False
-    """Runs on the side stream, so that compute does not block."""
+    """True if the node runs on the side stream, so that compute does not block."""
     source: Source | None = None
     fused: FusedUpdate | None = None
     """Operator that may replace the traced update of a parameter."""
     leaves_early: bool | None = None
-    """True if a buffer is broadcast before the first bucket, False if after the last; None if never.
-
-    Every capture has the same value, so that ranks launch in the same order.
-    """
+    """True if a buffer is broadcast before the first bucket, False after the last, None if it is not broadcast."""
     work: OperatorWork | None = None
-    """Work of a plain operator, computed once."""
 
     def __str__(self) -> str:
         parts = [self.role.value, self.parameter, f"{self.cost_us:.1f} us" if self.cost_us else None]
@@ -147,7 +136,6 @@ class NodeInfo:
 
 
 def info(node: Node) -> NodeInfo:
-    """Return the facts about a node, which must be labelled."""
     assert KEY in node.meta, f"node {node.name} has no NodeInfo: label_gradients runs first"
     return node.meta[KEY]
 
@@ -182,7 +170,7 @@ ARGUMENTS = {
     InputKind.COMPRESSOR_STATE: "compressor_states",
     InputKind.BATCH: "batch",
 }
-"""Argument names of a step function after `rt`."""
+"""Argument names of the emitted step function after `rt`, in order."""
 
 
 def arguments_of(given: Mapping[InputKind, Sequence[Any]]) -> list[Sequence[Any]]:

@@ -8,12 +8,12 @@
 In eager mode every operator is a kernel. Inductor fuses elementwise operators and reductions (torch/_inductor/graph.py,
 ir.py and scheduler.py, torch 2.13); other operators stay alone:
 
-1. Readers compute an elementwise value. It is written to memory if a library kernel or a line reads it, or if it has
-   many inputs.
-2. A normalisation writes its statistics; its result is elementwise in them.
-3. A written value joins the latest kernel that makes or reads one of its arguments. Their numbers of values must match,
-   or one must reduce rows of the other, and no argument may depend on that kernel through a third kernel. A sum over
-   rows joins none.
+1. Kernels that read an elementwise value compute it. It is written to memory if a library kernel or a line reads it, or
+   if it has many inputs.
+2. A normalisation writes its statistics. Its result is elementwise in its input and the statistics.
+3. A written value joins the latest kernel that makes or reads one of its arguments. Both must have equally many values,
+   or one must reduce rows of the other, and no argument may depend on that kernel through a third kernel. Reductions of
+   other dimensions (COLUMNS) join only each other.
 """
 
 from __future__ import annotations
@@ -62,14 +62,16 @@ class Order(Enum):
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """Operators that run as one kernel, and their operations and bytes."""
+    """Operators that run as one kernel, with its floating-point operations and bytes."""
 
     place: int
+    """Index in the list of kernels."""
     order: Order
     size: int
+    """Number of values."""
     nodes: list[Node] = field(default_factory=list[Node])
     before: int = 0
-    """Bit mask of the kernels that it depends on."""
+    """Bit mask of the kernels that this kernel depends on."""
     reads: dict[Node, float] = field(default_factory=dict[Node, float])
     """Bytes read of each value in memory."""
     writes: dict[Node, float] = field(default_factory=dict[Node, float])
@@ -81,7 +83,6 @@ class Kernel:
 
     @property
     def is_attention(self) -> bool:
-        """True for a library's fused attention, forward or backward."""
         return self.name.startswith("_scaled_dot_product")
 
     @property
@@ -91,12 +92,12 @@ class Kernel:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a library kernel; 0 for kernels bound by memory."""
+        """Floating-point operations of a library kernel; 0 for other kernels."""
         return self.work.flops if self.order is Order.ALONE else 0.0
 
     @property
     def math_type(self) -> str:
-        """Number type of the products, with a mark for attention."""
+        """Number type of the matrix products, with a suffix for attention."""
         name = self.work.math_type
         if not self.is_attention:
             return name
@@ -104,13 +105,13 @@ class Kernel:
 
 
 def kernels(gm: GraphModule, *, joins: bool = True) -> list[Kernel]:
-    """List the kernels of forward and backward. If `joins` is false, each operator is a kernel."""
+    """List the kernels. If `joins` is false, each operator is a kernel, as in eager mode."""
     body = [n for n in gm.graph.nodes if n.op == "call_function" and has_info(n) and info(n).role in BODY]
     return _Listing(body, joins).finished()
 
 
 def memory_of(node: Node) -> Node:
-    """Return the value whose memory a view shares."""
+    """Return the value whose memory a view shares; `node` itself if it is no view."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -128,8 +129,6 @@ _VIEWS = (torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default)  # 
 
 
 class _Listing:
-    """Builds the kernels of a list of operators."""
-
     def __init__(self, body: list[Node], joins: bool) -> None:
         self._kernels: list[Kernel] = []
         self._joins, self._body = joins, set(body)
@@ -137,13 +136,13 @@ class _Listing:
         self._reader: dict[Node, Kernel] = {}
         self._orders: dict[Node, tuple[Order, int]] = {}
         self._computed: dict[Node, dict[Node, float]] = {}
-        """Bytes read instead of a recomputed value."""
+        """For each recomputed value: the values in memory to read instead, with their bytes."""
         for node in body:
             if not is_view(node) and node.target is not operator.getitem and not is_free(node):
                 self._add(node)
 
     def _add(self, node: Node) -> None:
-        """Add an operator to a kernel, or start one, unless the readers compute its result."""
+        """Add an operator to an existing or new kernel, unless readers recompute its result."""
         order, size = self._order(node)
         sources = dict(self._sources(node))
         results = [user for user in node.users if user.target is operator.getitem] or [node]
@@ -244,7 +243,7 @@ NORMALISATIONS = {
         ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
          "native_batch_norm_backward"), Order.COLUMNS),
 }  # fmt: skip
-"""Operators with a result that is elementwise in their statistics, by the order of the statistics."""
+"""Operators whose result is elementwise in their input and its statistics, and the order of the statistics."""
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all",
                          "linalg_vector_norm", "nll_loss_forward", "nll_loss2d_forward", "logsumexp"})  # fmt: skip
@@ -274,7 +273,7 @@ def _statistics_bytes(node: Node) -> float:
 
 
 def _order_of(node: Node) -> tuple[Order, int]:
-    """Return the order of an operator's kernel, and its number of values."""
+    """Return an operator's order, and its number of values: read if it reduces, made if elementwise, 0 if alone."""
     name, target = _name(node), node.target
     if not is_bound_by_memory(target) or name in _STAY_ALONE or compat.is_in_place(target):
         return Order.ALONE, 0
@@ -310,7 +309,7 @@ CHUNK, MOST_CHUNKS, MOST_TENSORS = 65_536, 320, 36
 
 
 def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
-    """Count the kernel launches of a step by kind, except in collectives."""
+    """Count a step's kernel launches by kind, without collectives."""
     found = {"forward and backward": len(listed)}
     rows = update_lists(gm, math.inf)
     together = {node for row in rows for node in row}
@@ -325,7 +324,7 @@ def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _over_lists(row: list[Node]) -> int:
-    """Return the number of launches of a row of operators under ATen's limits."""
+    """Return the number of launches of operators that run over one list, under ATen's limits."""
     is_listed = len(row) > 1 or line_of(row[0]) is not None or compat.takes_lists(row[0].target)
     if not is_listed:
         return 1

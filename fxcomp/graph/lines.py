@@ -170,17 +170,17 @@ class Line:
     method: str
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
     price: Callable[[Prices, Node, Device], float] | None = None
-    """Predicted time in µs. None for free lines, and for collectives, which are priced by their links."""
+    """Predicts the time in µs; None for waits, negligible times, and collectives, which their links price."""
     stream: Stream = Stream.COMPUTE
-    """A pool stream applies only to inputs on the host. A collective in one host uses `intra`."""
+    """Stream of the line; COMPUTE instead of a pool for inputs in device memory, INTRA instead of INTER in one host."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
-    """The result is written to a buffer, whose name is the first argument of the call."""
+    """True if the result is in a buffer, named by the call's first argument."""
     keywords: Callable[[Node], Mapping[str, Any]] = _keywords
     is_undoing: bool = False
-    """Runs only in a step that is rolled back."""
+    """True if the line runs only in a step that is rolled back."""
     is_free: bool = False
-    """Takes a few microseconds, which predictions ignore."""
+    """True if the line takes a few microseconds, which predictions ignore."""
 
     @property
     def is_timed(self) -> bool:
@@ -220,7 +220,7 @@ BY_OPERATOR: dict[Any, Line] = {
 }
 
 COUNT = Line("launch", _kind_value_cut_level, stream=Stream.INTER, is_free=True)
-"""Collective of a few bytes, without a price."""
+"""Launch for a weighted loss's element count, without a price."""
 
 BY_ROLE = {Role.EXCHANGE: EXCHANGE, Role.PROPOSE: PROPOSE, Role.COMPRESS: COMPRESS, Role.DECOMPRESS: DECOMPRESS}
 
@@ -237,7 +237,7 @@ TIMED_METHODS = tuple(
 
 
 def line_of(node: Node) -> Line | None:
-    """Return a node's kind of line; None for plain operators and parts of a result."""
+    """Return a node's kind of line; None for plain operators and getitem nodes."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     role, target = info(node).role, cast("Any", node.target)
@@ -249,7 +249,7 @@ def line_of(node: Node) -> Line | None:
 
 
 def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
-    """Yield the timed lines of a step, with method and call number."""
+    """Yield the timed lines of a step: node, call (method, and index among its calls) and kind."""
     counts: dict[str, int] = {}
     for piece in pieces:
         line = line_of(piece) if isinstance(piece, Node) else None
@@ -259,7 +259,7 @@ def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
 
 
 def numbers_of(gm: GraphModule) -> Numbers:
-    """Return the compressors, cuts and sizes of a program's lines; they can change without a new program."""
+    """Return the compressors, cuts and sizes of a program's lines, which can change without a new program."""
     compressors: dict[str, Compressor] = {}
     cuts: dict[str, Cut] = {}
     sizes: dict[str, Sequence[int]] = {}

@@ -19,7 +19,7 @@ from fxcomp.graph.ops import D2H, H2D, IN_PLACE, KEEP, MOVES, ROLL_BACK, WAIT
 from fxcomp.plan.kinds import POOL, CollectiveKind
 
 Names = frozenset[str]
-"""Memories, named after lines or values. A value may be in one of several."""
+"""Memories that may hold a value. Each is named after a line or value."""
 
 _NOTHING: Names = frozenset()
 
@@ -27,10 +27,10 @@ _MAY_BE_VIEWS = (
     *(torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default, torch.ops.aten._to_copy.default),
     *(torch.ops.aten._reshape_alias.default, torch.ops.aten._unsafe_view.default),
 )
-"""Operators that copy, or make a view where possible."""
+"""Operators that return a view where possible, otherwise a copy."""
 
 _REPLACED: dict[Any, int] = {KEEP: 0, ROLL_BACK: 0, IN_PLACE: 0, WAIT: 0}
-"""Argument that shares its memory with the result."""
+"""Position of the argument that shares its memory with the result."""
 
 
 class Memories:
@@ -45,7 +45,7 @@ class Memories:
         self.inputs = list(gm.graph.find_nodes(op="placeholder"))
         self._known: dict[Node, Names] = {}
         self.passing: set[str] = set()
-        """Memories allocated by regions and exchanges."""
+        """Temporary memories: allocated by regions and by lines without a buffer."""
         for node in gm.graph.nodes:
             self._known[node] = self._find(node)
 
@@ -66,7 +66,7 @@ class Memories:
         return self.of(node)
 
     def lies_on_host(self, value: object) -> bool:
-        """Return whether a value is in host memory of the pool's lines."""
+        """Return whether a value is in an input that pool lines read, so in host memory."""
         mine = self.of(value) if isinstance(value, Node) else _NOTHING
         return self.is_asynchronous and bool(mine) and mine <= self._of_pool
 
@@ -111,7 +111,7 @@ class Memories:
         places = [place for place in written_nodes(node) if place in self._known]
         if places:
             return self.of_all(places)
-        sources = node.all_input_nodes  # some may have only numbers as inputs
+        sources = node.all_input_nodes  # empty for operators of numbers
         if sources and compat.is_operator(target) and compat.is_view(target):
             return self.of(sources[0])
         own = self._made(node)

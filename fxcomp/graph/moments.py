@@ -1,12 +1,13 @@
 """Find the optimizer's mean of gradients, which ranks can exchange instead of gradients.
 
     %lerp_     update  f32[4]  lerp_(%exp_avg, %grad, %sub)                 the mean: linear in the gradient
-    %addcmul_  update  f32[4]  addcmul_(%mul_, %grad, %grad, value=%sub_1)  a magnitude, which is frozen
+    %addcmul_  update  f32[4]  addcmul_(%mul_, %grad, %grad, value=%sub_1)  a magnitude: a second moment
     %sqrt      update  f32[4]  sqrt(%addcmul_)
     %div       update  f32[4]  div(%sqrt, %correction)                      bias correction
     %add_      update  f32[4]  add_(%div, 1e-08)                            the divisor of the mean
 
-The rules follow operators, not the optimizer's class.
+The rules follow operators, not the optimizer's class. While means are exchanged, the magnitude is frozen
+(`passes/move_exchange.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from fxcomp.graph.update_kinds import UpdateReading, divisors, name_of
 LARGEST_MEAN = 10.0
 """Largest absolute value of a shared mean, in units of the root of the frozen second moment.
 
-Cauchy-Schwarz bounds Adam's mean by (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) of this root: 7.3 by default.
-So updates are hardly larger than Adam's.
+Cauchy-Schwarz bounds Adam's mean by (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) of this root: 7.3
+with default betas. So updates are hardly larger than Adam's.
 """
 
 
@@ -37,20 +38,20 @@ class NoMoment(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Bias correction of a magnitude that starts at zero; it grows to 1."""
+    """Bias correction, which grows to 1, of a magnitude that starts at zero."""
 
     number: Node
     power: int
-    """The corrected magnitude is magnitude / number ** power: 2 if the number divides the root."""
+    """The corrected magnitude is magnitude / number ** power. The power is 2 if the number divides the root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """A second moment and the divisor of the mean."""
+    """A second moment, and the divisor of the mean that it determines."""
 
     state: Node
     writes: tuple[Node, ...]
-    """Nodes that write it, in order."""
+    """Nodes that write `state`, in order."""
     divisor: Node
     correction: Correction | None
 
@@ -61,7 +62,7 @@ class Moment:
 
     state: Node
     writes: tuple[Node, ...]
-    """Nodes that write it, in order."""
+    """Nodes that write `state`, in order."""
     entering: Node
     """Value that the last write adds: the gradient, including coupled weight decay."""
     recovered: tuple[Node, ...]
@@ -70,15 +71,13 @@ class Moment:
 
 
 class Update:
-    """Nodes and inputs of one parameter's update."""
-
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.parameter: Node | None = None
         self.states: list[Node] = []
 
     def gradient(self) -> Node:
-        """Return the only tensor from outside the update that is no graph input. Raise NoMoment unless there is one."""
+        """Return the only tensor from outside the update that is no graph input. Raise NoMoment for none or several."""
         inside = set(self.nodes)
         outer = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
         found = [n for n in outer if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
@@ -108,7 +107,7 @@ def updates_of(gm: GraphModule) -> dict[str, Update]:
 
 
 def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Collection[Node]) -> Moment:
-    """Find the mean of gradients in one parameter's update. Raise NoMoment."""
+    """Find the mean of gradients in one parameter's update. Raise NoMoment if it cannot be exchanged."""
     _check_no_view_is_written(nodes, {gradient, *states})
     reading = UpdateReading(nodes, parameter, states)
     if not reading.means:
@@ -155,7 +154,7 @@ def _with_inputs(ends: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
 
 
 def memory_of(node: Node) -> Node:
-    """Return the input that a chain of writes changes."""
+    """Return the input that a chain of in-place operators, up to `node`, changes."""
     while node.op == "call_function" and compat.is_operator(node.target) and compat.is_in_place(node.target):
         place = node.args[0]
         assert isinstance(place, Node), "an operator writes into a node"
@@ -183,7 +182,7 @@ def _entering(write: Node) -> Node:
 
 
 def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: Collection[Node]) -> tuple[Node, ...]:
-    """Return the nodes that use `entering` in addition to the write. Raise NoMoment for other uses of the gradient."""
+    """Return the nodes besides the last write that use `entering`. Raise NoMoment for other uses of the gradient."""
     needed = _sources(known, nodes)
     follows = {gradient}
     found: list[Node] = []
@@ -203,7 +202,7 @@ def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: C
 
 
 def _sources(ends: Iterable[Node], nodes: Sequence[Node]) -> set[Node]:
-    """Return the nodes of an update that `ends` depend on, and `ends`."""
+    """Return the nodes of an update that `ends` depend on, including `ends`."""
     inside, found, open_ = set(nodes), set[Node](), list(ends)
     while open_:
         node = open_.pop()
@@ -230,7 +229,7 @@ def _magnitude(nodes: Sequence[Node], state: Node) -> Magnitude:
 
 
 def _check_is_adams(magnitude: Magnitude, nodes: Sequence[Node]) -> None:
-    """Raise NoMoment for second moments other than Adam's: state `exp_avg_sq`, corrected by beta2."""
+    """Raise NoMoment unless a second moment is Adam's: in state `exp_avg_sq`, with a bias correction by beta2."""
     source, correction = info(magnitude.state).source, magnitude.correction
     numbers = set[Node]() if correction is None else _leaves(correction.number, nodes)
     betas = {info(each).source.key for each in numbers if _is_input(each, InputKind.HYPER)}  # pyright: ignore[reportOptionalMemberAccess]
@@ -239,7 +238,7 @@ def _check_is_adams(magnitude: Magnitude, nodes: Sequence[Node]) -> None:
 
 
 def _correction(divisor: Node, magnitude: Node, nodes: Sequence[Node]) -> Correction | None:
-    """Return the bias correction between divisor and magnitude. Nothing else may depend on the step."""
+    """Return the bias correction from magnitude to divisor. Raise NoMoment if other values depend on the step."""
     found: list[Correction] = []
     node, after_root = divisor, False
     roots = [each for each in _sources([divisor], nodes) if name_of(each) == "sqrt"]

@@ -1,6 +1,6 @@
-"""Operators around collectives, functional and visible as nodes.
+"""Custom operators around collectives, functional and visible as graph nodes.
 
-A rewritten graph is executable; emitted code calls the runtime instead.
+Emitted code calls the runtime instead. `arrive` and collectives of parts run only there.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _keep(state: Tensor, value: Tensor) -> Tensor:
 
 
 def _counters_on(counters: Sequence[Tensor], there: Sequence[Tensor]) -> list[Tensor]:
-    """Fill one scalar per distinct number, because a copy would wait."""
+    """Fill one device scalar per distinct counter, because a copy would block."""
     known: dict[float, Tensor] = {}
     values = [float(counter) for counter in counters]
     for value, counter in zip(values, counters, strict=True):
@@ -127,7 +127,7 @@ def _seed_rng_fake(seed: int, device: torch.device) -> None:
 
 
 def _move(kind: str) -> None:
-    """Define a collective over parts that each rank owns; `place` is this rank's index in its group."""
+    """Define a collective in which each rank owns a part; `place` is this rank's index in its group."""
     pattern = pattern_of(kind)
 
     def run(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:
@@ -147,36 +147,36 @@ def _move(kind: str) -> None:
     _define(f"{kind}(Tensor value, int[] cut, int place, str level) -> Tensor", run, fake)
 
 
-# One flat bucket, scaled and multiplied by a live factor; mixed types become bytes.
+# Makes one flat bucket, multiplied by `scale` and `factor`; gradients of mixed types become bytes.
 _define(
     "pack(Tensor[] gradients, float scale, *, ScalarType? dtype=None, Tensor? factor=None) -> Tensor",
     _pack,
     _pack_fake,
 )
 _define("cast(Tensor value, ScalarType dtype) -> Tensor", _cast, _cast_fake)
-# A bucket inside a caller's buffer, scaled there.
+# Scales a bucket inside a caller's buffer.
 _define("in_place(Tensor flat, int start, int stop, float scale) -> Tensor", _in_place, _in_place)
-# Rows of parts, reordered by part.
+# Reorders rows of parts, so that equal parts of all rows are adjacent.
 _define("turn(Tensor payloads, int outer, int[] sizes) -> Tensor", _turn, _turn_fake)
-# To the host, for a compressor that runs there, and back.
+# Copies to the host, for a compressor that runs there, and back.
 _define("d2h(Tensor value) -> Tensor", _copy, _like_first)
 _define("h2d(Tensor value) -> Tensor", _copy, _like_first)
 _define("save(Tensor value) -> Tensor", _copy, _like_first)
 _define("all_finite(Tensor[] values) -> Tensor", _all_finite, _all_finite_fake)
-# The residual before the step.
+# Recomputes the residual before the step.
 _define("roll_back(Tensor residual, Tensor own, Tensor bucket) -> Tensor", _roll_back, _like_first)
-# The next state: the value where it is finite.
+# Returns the next state: the value where it is finite, else the old state.
 _define("keep(Tensor state, Tensor value) -> Tensor", _keep, _like_first)
-# Host counters, on the device of other tensors.
+# Moves step counters from the host to the device of `there`.
 _define("counters_on(Tensor[] counters, Tensor[] there) -> Tensor[]", _counters_on, _counters_on_fake)
 _define(
     "exchange(str kind, Tensor[] sent, Tensor[] received, str group, str how, SymInt[] numbers) -> Tensor[]",
     exchange,
     _exchange_fake,
 )
-# Gradients from a backward pass outside of the graph, `compute_us` after the previous bucket.
+# Returns a bucket's gradients from a backward pass outside of the graph, `compute_us` after the previous bucket's.
 _define("arrive(int bucket, float compute_us) -> Tensor[]", _arrive, _arrive)
-# A device's random generator. The tag fixes the order, on which draws depend.
+# State of a device's random generator. The tag keeps these nodes in order, because draws depend on it.
 _define("rng_state(Device device) -> Tensor", rng_state, _rng_state_fake, [torch.Tag.nondeterministic_seeded])
 _define(
     "set_rng_state(Tensor state, Device device) -> ()",
@@ -186,7 +186,7 @@ _define(
 )
 _define("seed_rng(int seed, Device device) -> ()", seed_rng, _seed_rng_fake, [torch.Tag.nondeterministic_seeded])
 
-# Collectives with a part per rank; the first rank is the root of the last three.
+# Collectives with a part per rank; the first rank is the root of reduce, gather and broadcast.
 for _kind in CollectiveKind:
     if _kind.has_parts:
         _move(_kind.value)
@@ -221,7 +221,7 @@ OF_PARTS: dict[CollectiveKind, Any] = {
 """Operators of collectives with a part per rank."""
 
 MOVES = {operator: kind for kind, operator in OF_PARTS.items()}
-"""Collectives with arguments (value, cut, place, level); `runtime/transfers.py` defines a cut."""
+"""Kind of each operator in `OF_PARTS`. Arguments are (value, cut, place, level); see `runtime/transfers.py`."""
 
 COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     **MOVES,

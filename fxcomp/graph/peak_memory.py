@@ -1,8 +1,8 @@
 """Compute a step's peak device memory, by part.
 
-Inputs and line buffers are allocated throughout, values of forward and backward from the first write to the last read,
-unless only their own kernel reads them (`kernels.py`). Library workspaces, allocator rounding and CUDA's context are
-excluded.
+Inputs and line buffers are allocated for the whole step. Values of forward and backward are allocated from first write
+to last read, unless only their own kernel reads them (`kernels.py`). Library workspaces, allocator rounding and CUDA's
+context are excluded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _OF_INPUTS = {
 
 
 def peak_memory(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, float]:
-    """Return the bytes of each part at the peak."""
     kept: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     memories = Memories(gm, is_asynchronous=True)
     for node in gm.graph.nodes:

@@ -30,7 +30,7 @@ class BatchQuestion:
     where: str
     """Place in the user's code."""
     text: str
-    """Expression of symbols."""
+    """Expression over symbols, such as `u0 == 1`."""
     answer_of: Callable[[Mapping[str, Any]], Any]
     reads: Mapping[str, int]
     """Index of each symbol's tensor in the stage's results."""
@@ -48,23 +48,23 @@ class BatchQuestion:
 
 @dataclass(frozen=True, slots=True)
 class QuestionStage:
-    """Questions that are computed together and read at once."""
+    """Questions that are computed together and read in one transfer."""
 
     run: Callable[..., Sequence[Any]]
-    """Computes the results that are read, then values for later stages."""
+    """Returns the results that questions read, followed by values for later stages."""
     takes: tuple[int, ...]
-    """Indices of its arguments among feeds and earlier values."""
+    """Indices of the arguments of `run` among the feeds, followed by values of earlier stages."""
     questions: tuple[BatchQuestion, ...]
     reads: int
-    """Number of results that are read."""
+    """Number of results that questions read."""
 
 
 OtherAnswer = tuple[BatchQuestion, Any]
-"""A question and its new answer; None if evaluating it raised."""
+"""A question and its new answer, which is None if evaluating the question raised."""
 
 
 class Prelude:
-    """Questions of one capture. Keeps no batch alive and writes nothing."""
+    """Questions of one capture."""
 
     def __init__(self, feeds: Sequence[Feed], stages: Sequence[QuestionStage]):
         self._feeds, self._stages = tuple(feeds), tuple(stages)
@@ -114,7 +114,7 @@ class Prelude:
 
 
 def _numbers(values: Sequence[Any]) -> list[Any]:
-    """Read tensors of one element, at once if a read waits for a device."""
+    """Read one-element tensors, in one transfer if they are on a device."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if len(tensors) < 2 or all(tensor.device.type == "cpu" for tensor in tensors):
         return [value.item() if isinstance(value, Tensor) else value for value in values]

@@ -22,8 +22,6 @@ PLAIN = (*BODY, Role.UNPACK, Role.CLIP, Role.UPDATE)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Nodes that run as one function."""
-
     name: str
     nodes: tuple[Node, ...]
     inputs: tuple[Node, ...]
@@ -44,7 +42,7 @@ class Region:
 
 
 def cut(gm: GraphModule) -> list[Region | Node]:
-    """List the calls of a graph, each run of plain nodes as one region."""
+    """List the lines of a graph, and each run of consecutive plain nodes as one region."""
     pieces: list[Region | Node] = []
     counts = {"region": 0, "update": 0}
     for run in _runs(gm):

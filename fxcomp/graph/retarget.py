@@ -25,7 +25,7 @@ IMAGINED = torch.device("cuda", 0)
 
 @compat.outside_function_modes()
 def on_accelerator(captured: Captured, host_counters: Collection[str] = ()) -> Captured:
-    """Move all but the step counters of parameters in `host_counters`."""
+    """Move all tensors except the step counters of parameters in `host_counters`."""
     gm = clone(captured.graph)
     on_host: set[Node] = set()
     for node in gm.graph.nodes:

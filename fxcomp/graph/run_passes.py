@@ -1,6 +1,6 @@
 """Run passes over a copy of a graph: all at once, or a few (a turn) between two training steps.
 
-Invariants are checked after the last pass; with a history, after each.
+Invariants are checked after the last pass, or after each pass if a history is kept.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _CARRIED = (InputKind.RESIDUAL, InputKind.COMPRESSOR_STATE)
 
 
 def _early_updates(gm: GraphModule) -> list[str]:
-    """Check that no update precedes forward or backward, since it writes parameters in place."""
+    """Check that no update precedes forward or backward, since updates write parameters in place."""
     updated = False
     found: list[str] = []
     for node in gm.graph.nodes:
@@ -119,7 +119,7 @@ def run(graph: GraphModule, passes: Passes, history: dict[str, GraphModule] | No
 
 
 def run_in_turns(graph: GraphModule, passes: Passes, then: Callable[[GraphModule], T]) -> Turns[T]:
-    """Run one turn of passes at a time. The check and `then` take one turn each."""
+    """Run one turn of passes per iteration. The check and `then` take one iteration each."""
     gm = clone(graph)
     for turn in passes:
         gm = _run_turn(gm, turn, None)
@@ -131,7 +131,7 @@ def run_in_turns(graph: GraphModule, passes: Passes, then: Callable[[GraphModule
 
 @gc_paused()
 def finished(turns: Turns[T]) -> T:
-    """Run all turns at once."""
+    """Run all turns and return the result."""
     while True:
         try:
             next(turns)

@@ -1,6 +1,6 @@
 """Replace views by reshapes where a tensor's strides are uncertain.
 
-    %norm  f32[4,8,16]  native_batch_norm(%x, ...)       its fake has the strides of %x, the real result not
+    %norm  f32[4,8,16]  native_batch_norm(%x, ...)       its fake has strides like %x, its real result has not
     %view  f32[32,16]   view(%norm, [32, 16])
  -->
     %norm  f32[4,8,16]  native_batch_norm(%x, ...)

@@ -27,7 +27,7 @@ from fxcomp.graph.info import InputKind, Role, has_info, info
 from fxcomp.plan.error_feedback import UpdateKind
 
 LISTED_ON_CPU = 2048
-"""Most elements of a tensor that is updated in a list on the CPU.
+"""On the CPU, tensors of more elements are not updated in lists.
 
 Measured, one core, torch 2.13, 2026-11, AdamW on 200 tensors, with and without lists: 3.3 and 5.3 ms at 256 elements in
 the larger tensors, 9.3 and 10.2 at 4096, 17.6 and 15.2 at 9216, where values leave the cache.
@@ -35,13 +35,12 @@ the larger tensors, 9.3 and 10.2 at 4096, 17.6 and 15.2 at 9216, where values le
 
 
 def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
-    """List the nodes that run as one operator over a list. Updates of larger tensors run alone.
+    """Return groups of nodes that each run as one operator over a list. Updates of larger tensors run alone.
 
         %mul_    update  f32[4,2]  mul_(%fc_weight_exp_avg, %beta)   fc.weight  ┐ one operator over a list of two
         %mul__1  update  f32[4]    mul_(%fc_bias_exp_avg, %beta)     fc.bias    ┘
 
-    Parameters with equal operators form one list. `codegen/region_source.py` writes one per bucket, with few more
-    launches.
+    Parameters with equal operators form one list. Emitted source has one list per bucket (`codegen/region_source.py`).
     """
     updates: defaultdict[str | None, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
@@ -57,7 +56,7 @@ def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
 
 
 def _elements(nodes: Sequence[Node]) -> float:
-    """Return the size of the largest tensor; infinity for 16-bit numbers on the CPU."""
+    """Return the number of elements of the largest tensor; infinity for 16-bit numbers on the CPU."""
     inputs = (each for node in nodes for each in (node, *node.all_input_nodes))
     tensors = [value for each in inputs if isinstance(value := each.meta.get("val"), Tensor)]
     is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)
@@ -65,7 +64,7 @@ def _elements(nodes: Sequence[Node]) -> float:
 
 
 def _rule(nodes: Sequence[Node]) -> Hashable:
-    """Return a key of one update, without names and shapes."""
+    """Return a key that is equal for updates that differ only in names and shapes."""
     places = {node: place for place, node in enumerate(nodes)}
 
     def described(node: Node) -> Any:
@@ -88,7 +87,7 @@ def _has_list_form(target: Any) -> bool:
 
 
 def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], launch_us: float) -> dict[Node, float]:
-    """Return each node's time in a list, which takes at least one launch."""
+    """Return each node's time in µs, raised so that each list takes at least one launch."""
     found: dict[Node, float] = {}
     for row in lists:
         total_us = sum(us[node] for node in row)
@@ -102,12 +101,11 @@ class Form(IntEnum):
 
     NEUTRAL = 0  # independent of it
     LINEAR = 1
-    MAGNITUDE = 2  # even in the gradient: a square, a norm, a root of one
+    MAGNITUDE = 2  # even in the gradient: a square, a norm, a root of a square
     BENT = 3
 
 
 def update_kinds(gm: GraphModule) -> set[UpdateKind]:
-    """Return the kinds of all updates of a captured step."""
     updates: dict[str, list[Node]] = {}
     parameters: dict[str, Node] = {}
     states: dict[str, list[Node]] = {}
@@ -177,7 +175,7 @@ class UpdateReading:
         return [self._at(each) for each in written if isinstance(each, Node)]
 
     def _memory_of_result(self, node: Node) -> Node:
-        """Return the memory that an operator writes or looks at, else the node."""
+        """Return the memory that an operator writes or views, else the node itself."""
         if written := self._written(node):
             return written[0]
         is_view = compat.is_operator(node.target) and compat.is_view(node.target)
@@ -219,7 +217,6 @@ class UpdateReading:
     # Dependence on states and parameters
 
     def divides_by(self, states: Collection[Node]) -> bool:
-        """Return whether any divisor depends on one of these states."""
         follows = self._following(states) if states else set[Node]()
         return any(self._at(each) in follows for node in self._nodes for each in divisors(node))
 
@@ -244,7 +241,7 @@ def _is_gradient(outer: Node) -> bool:
 
 
 def _sum(forms: Iterable[Form]) -> Form:
-    """A magnitude plus a linear value is bent."""
+    """Return the form of a sum. A magnitude plus a linear value is bent."""
     found = set(forms) - {Form.NEUTRAL}
     return found.pop() if len(found) == 1 else Form.BENT if found else Form.NEUTRAL
 

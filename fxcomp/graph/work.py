@@ -54,8 +54,6 @@ def work_key(node: Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """Work of a plain operator, from which its time is estimated."""
-
     key: str
     flops: float
     touched_bytes: float
@@ -65,7 +63,6 @@ class OperatorWork:
 
 
 def work(node: Node) -> OperatorWork:
-    """Compute a node's work."""
     sizes = tuple(size for _, size in _counted_reads(node))
     return OperatorWork(work_key(node), flops(node), sum(sizes) + _made_bytes(node), math_type(node), sizes)
 
@@ -80,7 +77,6 @@ class Basis(Enum):
 
 
 def basis(node: Node) -> Basis:
-    """Return the basis for estimating a node's time, for any operator."""
     known = _basis_of(node.target)
     if known is not Basis.BYTES:
         return known
@@ -89,7 +85,6 @@ def basis(node: Node) -> Basis:
 
 
 def is_free(node: Node) -> bool:
-    """Return whether a node moves no data: a view, an allocation, or arithmetic on plain numbers."""
     return basis(node) is Basis.NOTHING_TO_DO
 
 
@@ -122,9 +117,9 @@ class Unknowns:
     """Names and counts of operators of unknown time."""
 
     unpriced: tuple[tuple[str, int], ...] = ()
-    """Counted as free."""
+    """Priced as free."""
     by_bytes: tuple[tuple[str, int], ...] = ()
-    """Counted as moving their tensors."""
+    """Priced by their tensors' bytes."""
 
 
 NO_UNKNOWNS = Unknowns()
@@ -145,7 +140,7 @@ def unknowns(gm: GraphModule) -> Unknowns:
 def flops(node: Node) -> float:
     """Count floating-point operations by torch's formula; 0 without one.
 
-    Attention has its own formula, because torch lacks the CPU kernel. A causal mask halves the count.
+    Attention has its own formula, because torch has none for the CPU kernel. A causal mask halves the count.
     """
     target, made = node.target, _values(node.meta.get("val"))
     if compat.is_operator(target) and _is_attention(target):
@@ -183,10 +178,7 @@ def reads(node: Node, known: OperatorWork | None = None) -> Iterable[tuple[Node,
 
 
 def _counted_reads(node: Node) -> Iterator[tuple[Node, float]]:
-    """Yield the bytes that an operator reads of each argument.
-
-    A lookup reads the returned rows. Batch norm reads its input twice: for the statistics and to apply them.
-    """
+    """Yield each argument, and the bytes read of it. A lookup reads the returned rows, batch norm its input twice."""
     name = name_of(node.target) if compat.is_operator(node.target) else ""
     sizes = [sum(map(tensor_bytes, tensors(each.meta.get("val")))) for each in node.all_input_nodes]
     made, again = sum(map(tensor_bytes, tensors(node.meta.get("val")))), _READ_TWICE.get(name, 0)
@@ -266,7 +258,7 @@ def _is_torchs(target: Any) -> bool:
 
 
 def _is_ours(target: Any) -> bool:
-    """Return whether an operator is the compiler's or a collective, with a separate price."""
+    """Return whether an operator is fxcomp's or a collective, which has a separate price."""
     return compat.is_operator(target) and str(target).partition(".")[0] in ("fxcomp", "_c10d_functional")
 
 
@@ -287,7 +279,7 @@ def _is_attention(target: Any) -> bool:
 
 
 def _attention_flops(node: Node) -> float:
-    """Count two products of q·kᵀ's size forward, five backward, like torch, with the queries' heads."""
+    """Count two matrix products of the size of q·kᵀ in forward and five in backward, as torch does."""
     is_backward = name_of(node.target).endswith("_backward")
     names = ("query", "key", "value")
     shapes = [_values(argument(node, name)) for name in names]
@@ -302,7 +294,6 @@ def _attention_flops(node: Node) -> float:
 
 
 def argument(node: Node, name: str) -> Any:
-    """Return an argument by name; None if it is missing."""
     if name in node.kwargs:
         return node.kwargs[name]
     place = compat.places_of_arguments(node.target).get(name) if compat.is_operator(node.target) else None
