@@ -59,7 +59,7 @@ def regions_of_capture(graph: GraphModule) -> CompiledRegions:
 
 
 def _lock_of(key: Hashable) -> Path:
-    """Return the path of a region's lock, in a local folder of this user, as Inductor's cache is."""
+    """Return the path of a region's lock, in a local folder of this user."""
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"fxcomp_regions_{os.getuid()}" / name
 
@@ -69,7 +69,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
-    """Return a key of Inductor's inputs; None if an argument cannot be compared."""
+    """Return a key for everything that Inductor compiles; None if an argument cannot be compared."""
     place: dict[Node, int] = {}
     memories: dict[StorageWeakRef, int] = {}
     lines: list[Hashable] = []

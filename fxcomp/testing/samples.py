@@ -14,7 +14,7 @@ LARGE = 5_000_000
 SMALL_SEGMENTS: tuple[tuple[int, ...], ...] = ((0, 1, 512, 0, 65, 3), (1000, 66_000, 9))
 
 ROUND_SEGMENTS = (65_536, 131_072, *range(256, 256 * 33, 256))
-"""Multiples of 2^8 and 2^16, the sizes of index tables."""
+"""Lengths that are multiples of 2^8 or 2^16, the sizes of index tables."""
 
 LARGE_SEGMENTS: tuple[tuple[int, ...], ...] = (ROUND_SEGMENTS, (2**20 + 1,), (LARGE - 70_000, 70_000))
 
@@ -93,7 +93,7 @@ SAMPLES: dict[str, Callable[[int], Tensor]] = {
     "last nan": _with_one(torch.nan, 1.0),
     "many nan": _mostly(torch.nan, 0.2),
 }
-"""Functions of the number of elements, deterministic."""
+"""Deterministic functions from a number of elements to a bucket, by name."""
 
 NOT_FINITE = ("one nan", "one inf", "one positive inf", "first nan", "last nan", "many nan")
 
