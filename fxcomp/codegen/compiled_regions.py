@@ -29,7 +29,7 @@ Compiled = Callable[..., Any]
 
 
 class CompiledRegions:
-    """Regions of one captured step compiled by Inductor."""
+    """Inductor's code for the regions of one captured step."""
 
     def __init__(self, *, locks: bool = False) -> None:
         """`locks`: take a file lock for each region; false under Dynamo, which holds its own."""
@@ -86,7 +86,6 @@ def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
 
 
 def _settings() -> Hashable:
-    """Return the settings that affect Inductor's choice of kernels."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, deterministic
 

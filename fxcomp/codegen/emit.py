@@ -136,7 +136,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
 
 
 def _crossed(crossing: Crossing, *, is_aside: bool) -> list[str]:
-    """Return the line that switches or joins streams before a piece; empty if none is needed."""
+    """Return the line that switches or joins streams before a region or node; empty if none is needed."""
     values = ", ".join(node.name for node in crossing.values)
     if crossing.is_aside:
         return [f"    with rt.aside({values}):"] if crossing.waits or not is_aside else []
@@ -166,7 +166,7 @@ def _saved_inputs(gm: GraphModule) -> list[Node]:
 
 
 def _before_update(gm: GraphModule, loss: Node) -> list[str]:
-    """Return the lines before the first change of parameters; first, gradients outside of buckets are checked."""
+    """Return the lines to write before parameters change. They also check gradients outside of buckets."""
     lines: list[str] = []
     local = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is Role.GRADIENT]
     unseen = [n for n in local if not any(user.target is PACK for part in with_parts(n) for user in part.users)]

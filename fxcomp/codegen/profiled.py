@@ -67,7 +67,7 @@ def _within(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_of(graph: GraphModule) -> Iterator[tuple[Call, str]]:
-    """Yield the name of every region and line, with its runtime call."""
+    """Yield the runtime call and the profiler name of every region and line."""
     pieces = cut(graph)
     for piece in pieces:
         if isinstance(piece, Region):

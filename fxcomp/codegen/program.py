@@ -78,7 +78,7 @@ class Program:
     timeline: Timeline
     inputs: tuple[Source, ...]
     numbers: Numbers = AS_WRITTEN
-    """Numbers that replace those in the emitted source."""
+    """Values that replace the numbers in the emitted source."""
     carriers: frozenset[str] = frozenset()
     """Names of the collectives that send a digest."""
 

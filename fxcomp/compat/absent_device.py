@@ -1,7 +1,7 @@
 """Run a GPU training script, and trace its step, on a machine without a GPU.
 
     device arguments         cuda becomes the CPU, or meta for tensors without memory
-    x.device, x.is_cuda      cuda:0 if user or library code reads them, real if torch or fxcomp does
+    x.device, x.is_cuda      cuda:0 for user and library code, real for torch and fxcomp
     in a trace               all tensors are CPU fakes
     torch.cuda               absent_cuda.py
     process groups           one rank

@@ -3,8 +3,8 @@
     with cuda_autocast(), torch.autocast("cuda"):
         layer_norm(x.half())     # in float32, as on CUDA
 
-Lists: "CUDA Op-Specific Behavior" in torch's AMP documentation, and ATen/autocast_mode.h. Kernels
-registered for AutocastCPU cast the arguments and call the operator without autocast.
+Lists: "CUDA Op-Specific Behavior" in torch's AMP documentation, and ATen/autocast_mode.h. Kernels registered
+for AutocastCPU cast the arguments and call the operator without autocast.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false

@@ -280,7 +280,7 @@ def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def gradient_places(backward: GraphModule) -> dict[int, int | None]:
-    """Map output indices of gradients in a backward graph to input indices, or to None for aliased inputs."""
+    """Map output indices of gradients in a backward graph to forward inputs, or None if aliased."""
     descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
     return {
         place: getattr(what.grad_of, "idx", None) for place, what in enumerate(descriptions) if hasattr(what, "grad_of")

@@ -52,7 +52,7 @@ class Scatter(Protocol):
         ...
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Fill `output_tensor` with this rank's shard of the reduced `input_tensor`, which has one part per rank, in order."""
+        """Fill `output_tensor` with this rank's shard of the reduced `input_tensor`, which has one part per rank."""
         ...
 
 

@@ -107,7 +107,7 @@ def group_timeout() -> timedelta:
 def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: int | None) -> Any:
     """Make a process group. An integer `name` replaces torch's group count in the group's name.
 
-    With `name`, only ranks of the group need to call.
+    With `name`, only ranks of the group need to call this.
     """
     world = dist.distributed_c10d._world
     counted = world.group_count
@@ -125,8 +125,8 @@ def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: i
 def _unbound(group: Any) -> Generator[None]:
     """Make new groups without splitting the default group's communicator.
 
-    If the default group is bound to a device, torch splits. That is a collective of all ranks, which ranks that make a
-    gloo group do not call.
+    torch splits the communicator of a group bound to a device. The split is a collective of all ranks, but ranks that
+    make a gloo group do not call it.
     """
     device = group.bound_device_id
     group.bound_device_id = None

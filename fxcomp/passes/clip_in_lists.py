@@ -11,7 +11,8 @@
     - %mul_4                 clip  f32[2]    aten.mul_.Tensor(%view_default, %clamp)
     + %_foreach_mul__tensor  clip  NoneType  aten._foreach_mul_.Tensor([%wait_0], %clamp)
 
-Gradients outside of buckets stand in the lists themselves. The last bits differ from the norm of all gradients' norms.
+Gradients outside of buckets are themselves items of the lists. The last bits differ from the norm of all gradients'
+norms.
 """
 
 from __future__ import annotations

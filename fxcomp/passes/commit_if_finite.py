@@ -7,8 +7,8 @@
 
 A non-finite gradient makes the means of all ranks non-finite, so all ranks decide alike without communication. The old
 residual is the new residual plus the rank's own decompressed payload minus its bucket, up to rounding; for non-finite
-values, the kernel has kept the old residual. A payload summed in place is saved for this. Compressor states, and
-residuals with a live loss scale, are saved and restored exactly.
+values, the kernel has kept the old residual. A payload summed in place is saved for the roll back. Compressor states,
+and with a live loss scale also residuals, are saved and restored exactly.
 
 order_for_overlap moves the updates after the emitted step's early return.
 """

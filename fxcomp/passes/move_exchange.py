@@ -105,7 +105,7 @@ class _Move:
         return self._local if factor is None else own.call(_aten.mul.Tensor, self._local, factor)
 
     def _not_counted(self) -> dict[Node, Node]:
-        """Map step counters to their values before this step."""
+        """Map incremented step counters to the counters before this step."""
         nodes = self._update.nodes
         return {n: memory_of(n) for n in nodes if memory_of(n) in self._update.states and name_of(n) == "add"}
 
@@ -137,7 +137,7 @@ class _Move:
         return {node: number for number, node in enumerate(self._graph.nodes)}
 
     def _recover(self, here: _Copies, mean: Node) -> None:
-        """Compute the value that entered the momentum from the momentum before and after."""
+        """Compute the value that entered the momentum, given the momentum before and after."""
         moment = self._moment
         last = moment.writes[-1]
         rest: Any = last.args[0]
@@ -194,7 +194,7 @@ class _Copies:
         return self.last
 
     def of(self, node: Node, known: Mapping[Node, Node]) -> Node:
-        """Copy a value of an update with its inputs; `known` replaces some of them."""
+        """Copy an update's node and its inputs, except the nodes that `known` replaces."""
         if node in known:
             return known[node]
         if node.op != "call_function" or info(node).role is not Role.UPDATE:

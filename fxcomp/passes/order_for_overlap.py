@@ -11,8 +11,8 @@
 1. Per bucket: run compute up to its last gradient, pack, compress, and start the first collective. Later stages of
    earlier buckets follow, with the pool's last decompression.
 2. Run the rest of compute.
-3. Per bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit: all waits,
-   received buffers, the commit, the norm, all updates.
+3. Per bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit (`all_finite`):
+   all waits, received buffers, the commit, the norm, all updates.
 
 The order depends only on the plan's schedule, so all ranks start collectives in the same order; buffers are broadcast
 before or after all buckets, as agreed. Updates write parameters in place, so they follow all compute.
@@ -107,7 +107,7 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
             stages.setdefault((label.bucket, label.stage), []).append(node)
 
     place = {node: i for i, node in enumerate(body)}
-    ends = [_buffers_leave(body, nodes)]  # then the place after each bucket's last gradient
+    ends = [_buffers_leave(body, nodes)]  # followed by the index after each bucket's last gradient
     for number in range(len(plan.buckets)):
         names = plan.buckets[number].names
         last = max((place[n] for n in body if info(n).role in _LOCAL and info(n).parameter in names), default=-1)

@@ -71,7 +71,7 @@ class _Recomputation:
         """Copies of recomputed values, and of their views."""
 
     def operators_for(self, value: Node) -> Sequence[Node] | None:
-        """Return the operators that recompute a value when backward first reads it; None if it stays."""
+        """Return the operators that recompute a value when backward first reads it; None to keep it."""
         readers = self._readers.get(value)
         if not readers or not _is_elementwise(value) or not all(map(_reads_elementwise, readers)):
             return None

@@ -1,4 +1,4 @@
-"""Multiply gradients by a live factor while they are packed.
+"""Multiply gradients by a factor, a graph input, while they are packed.
 
     + %factor  input  f32[]    factor
     - %pack_0  pack   f32[12]  pack([%sum_1, %mm], 1.0)

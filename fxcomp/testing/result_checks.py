@@ -157,7 +157,7 @@ def every_rank_decodes_the_mean(compressor: Compressor) -> None:
 
 
 def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -> None:
-    """Check that NaN or infinity only makes its segment non-finite, and leaves its residual unchanged."""
+    """Check that NaN or infinity makes only its segment non-finite, and leaves its residual unchanged."""
     segments, ranks = (1000, 66_000, 40), 2
     for name in NOT_FINITE:
         bad = SAMPLES[name](66_000)
@@ -182,7 +182,7 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """Check that a non-finite bucket + residual only makes its segment non-finite, and keeps its residual."""
+    """Check that a non-finite bucket + residual makes only its segment non-finite, and keeps its residual."""
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700

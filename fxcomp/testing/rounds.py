@@ -88,7 +88,7 @@ def shards_of(
     owner_feedback: bool = True,
     seed: int = 0,
 ) -> list[Shard]:
-    """Return each rank's shard with new states. `first` encodes gradients, with error feedback; `second` the mean."""
+    """Return each rank's shard with new states. `first` encodes gradients with error feedback, `second` the mean."""
     ranks = len(borders) - 1
     found: list[Shard] = []
     for number, (low, high) in enumerate(pairwise(borders)):

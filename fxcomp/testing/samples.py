@@ -20,7 +20,7 @@ LARGE_SEGMENTS: tuple[tuple[int, ...], ...] = (ROUND_SEGMENTS, (2**20 + 1,), (LA
 
 
 def segments_to_try(compressor: Compressor) -> list[tuple[int, ...]]:
-    """Return lengths at which layouts break: none, one, odd, around a block, above 2^16; and several."""
+    """Return lengths at which layouts may break: 0, 1, odd, around a block, above 2^16; and several segments."""
     block = int(getattr(compressor, "block", 512))
     lengths = sorted({0, 1, 7, block - 1, block, block + 1, 65_537})
     return [(), *((length,) for length in lengths), *SMALL_SEGMENTS]
