@@ -29,7 +29,7 @@ Compiled = Callable[..., Any]
 
 
 class CompiledRegions:
-    """Regions of one captured step compiled by Inductor."""
+    """Inductor's code for the regions of one captured step."""
 
     def __init__(self, *, locks: bool = False) -> None:
         """`locks`: take a file lock for each region; false under Dynamo, which holds its own."""
@@ -59,7 +59,7 @@ def regions_of_capture(graph: GraphModule) -> CompiledRegions:
 
 
 def _lock_of(key: Hashable) -> Path:
-    """Return the path of a region's lock, in a local folder of this user, as Inductor's cache is."""
+    """Return the path of a region's lock, in a local folder of this user."""
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"fxcomp_regions_{os.getuid()}" / name
 
@@ -69,7 +69,7 @@ def _constant(module: GraphModule, node: Node) -> Any:
 
 
 def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
-    """Return a key of Inductor's inputs; None if an argument cannot be compared."""
+    """Return a key for everything that Inductor compiles; None if an argument cannot be compared."""
     place: dict[Node, int] = {}
     memories: dict[StorageWeakRef, int] = {}
     lines: list[Hashable] = []
@@ -86,7 +86,6 @@ def _key(module: GraphModule, *, keeps_order: bool) -> Hashable | None:
 
 
 def _settings() -> Hashable:
-    """Return the settings that affect Inductor's choice of kernels."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, deterministic
 

@@ -136,7 +136,7 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
 
 
 def _crossed(crossing: Crossing, *, is_aside: bool) -> list[str]:
-    """Return the line that switches or joins streams before a piece; empty if none is needed."""
+    """Return the line that switches or joins streams before a region or node; empty if none is needed."""
     values = ", ".join(node.name for node in crossing.values)
     if crossing.is_aside:
         return [f"    with rt.aside({values}):"] if crossing.waits or not is_aside else []
@@ -166,7 +166,7 @@ def _saved_inputs(gm: GraphModule) -> list[Node]:
 
 
 def _before_update(gm: GraphModule, loss: Node) -> list[str]:
-    """Return the lines before the first change of parameters; gradients outside of buckets are completed first."""
+    """Return the lines to write before parameters change. They also check gradients outside of buckets."""
     lines: list[str] = []
     local = [n for n in gm.graph.nodes if n.op == "call_function" and info(n).role is Role.GRADIENT]
     unseen = [n for n in local if not any(user.target is PACK for part in with_parts(n) for user in part.users)]
@@ -181,7 +181,7 @@ def _changes_parameters(piece: Region | Node) -> bool:
 
 
 def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _Names) -> list[str]:
-    """Return the branch for non-finite values: it undoes changes and returns."""
+    """Return the lines of the branch for non-finite values, which undoes changes and returns."""
     values: Any = node.args[0]
     lines = [wrapped("    if not rt.all_finite((", [value.name for value in values], ",)):", indent="    ")]
     for each in undoing:
@@ -190,7 +190,7 @@ def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _
 
 
 def _line(node: Node, compressors: _Names) -> list[str]:
-    """Return a node's line; none for parts of another line's result."""
+    """Return a node's line; empty if the node is part of another line's result."""
     line = line_of(node)
     if line is None:
         return []

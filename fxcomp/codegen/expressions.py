@@ -98,7 +98,7 @@ def wrapped(head: str, items: Sequence[str], tail: str, *, indent: str) -> str:
 
 
 _WORD = re.compile(r'(?:"(?:[^"\\]|\\.)*"|[^ "])+')
-"""Unit of wrapping. Quoted text is one word, because parameter names may contain spaces."""
+"""Text that is never wrapped. Quoted text is one word, because parameter names may contain spaces."""
 
 
 def _filled(joined: str, width: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Load emitted source as a module, save it for tracebacks, and compile its regions with Inductor.
 
-A compiled region computes and draws the same as the region's function.
+A compiled region computes the same values and draws the same random numbers as the region's function.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def tensors_outside(gm: GraphModule, region: Region) -> dict[Node, torch.Tensor]
 def region_module(gm: GraphModule, region: Region) -> GraphModule:
     """Copy a region into its own graph; outside tensors become its last inputs.
 
-    If they were attributes, Inductor would treat small ones as numbers and drop writes to them.
+    If outside tensors were attributes, Inductor would treat small tensors as numbers and drop writes to them.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -53,14 +53,13 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile a region, or return its eager function `plain`.
 
-    `plain` is returned for regions without work, with unused checks (Inductor drops them), or with draws that Inductor
-    would change.
-    Random fills of fresh memory, which Inductor would do in another order, and reads of list inputs run before the
-    compiled code.
+    `plain` is returned for regions without work, with unused checks (Inductor drops them), or with random draws that
+    Inductor would change.
+    Random fills of new tensors, which Inductor would reorder, and reads of list inputs run before the compiled code.
 
-    Compiled code assumes the captured input types, but some operators return another type than their fake
-    (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call selects `plain` if the
-    types differ.
+    Compiled code assumes the captured dtypes and devices of inputs, but some operators return another dtype than their
+    fake (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call selects `plain` if they
+    differ.
     """
     if any(map(compat.draws_by_seed, region.nodes)):
         plain = _refuse_to_draw
@@ -120,7 +119,7 @@ def _is_taken_from_a_list(node: Node, region: Region) -> bool:
 
 
 def _fills_fresh_memory(node: Node) -> bool:
-    """Return whether a draw fills a new tensor of fixed size and has no other input."""
+    """Return whether a random draw fills a new tensor of fixed size and has no other input."""
     place, value = node.args[0], node.meta["val"]
     is_fill = compat.is_operator(node.target) and compat.is_in_place(node.target)
     if not is_fill or not isinstance(place, Node) or place.target not in _EMPTY or len(place.users) > 1:
@@ -129,7 +128,7 @@ def _fills_fresh_memory(node: Node) -> bool:
 
 
 def _fills_out_of_order(node: Node) -> bool:
-    """Return whether a draw fills non-contiguous memory of varying size, which Inductor would make contiguous."""
+    """Return whether a draw fills a non-contiguous tensor of symbolic size, which Inductor would make contiguous."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or not compat.has_symbols(value):
         return False
@@ -189,7 +188,7 @@ def compile_regions(module: ModuleType, gm: GraphModule, known: CompiledRegions)
 
 
 Replacement = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Function of a region's name and its function; returns a replacement."""
+"""Function that maps a region's name and function to a new function."""
 
 
 def replace_regions(module: ModuleType, replacement: Replacement) -> None:
@@ -206,10 +205,7 @@ def rebound(module: ModuleType, replacement: Replacement) -> Any:
 
 
 def observed(module: ModuleType, *, rule: Replacement, update: Replacement) -> Any:
-    """Return the step with wrapped optimizer rules and update regions.
-
-    Updates are never compiled by Inductor.
-    """
+    """Return the step with wrapped optimizer rules and update regions."""
     other = _copy(module)
     for name, value in module.__dict__.items():
         if name.startswith("optimizer_step_"):

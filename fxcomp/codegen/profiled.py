@@ -4,7 +4,7 @@
     fxcomp: bucket 2, compress int8, compress_2
     fxcomp: bucket 2, all_gather@inter, all_gather_2
 
-Callers first check for a running profiler, which takes 60 ns (measured, AMD EPYC, 2026-11).
+Callers first check for a running profiler; the check takes 60 ns (measured, AMD EPYC, 2026-11).
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.stopwatch import Call, WatchedLines
 
 _NAMES: WeakKeyDictionary[ModuleType, Mapping[Call, str]] = WeakKeyDictionary()
-"""Names per profiled module."""
+"""Profiler names of runtime calls, per module."""
 
 
 def run_named(module: ModuleType, graph: GraphModule, runtime: Runtime, arguments: Sequence[Any]) -> Any:
-    """Run a graph's emitted step under a running profiler."""
     names = _NAMES.get(module)
     if names is None:
         names = _NAMES[module] = dict(names_of(graph))
@@ -68,7 +67,7 @@ def _within(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_of(graph: GraphModule) -> Iterator[tuple[Call, str]]:
-    """Yield the name of every region and line, with its runtime call."""
+    """Yield the runtime call and the profiler name of every region and line."""
     pieces = cut(graph)
     for piece in pieces:
         if isinstance(piece, Region):
@@ -80,7 +79,7 @@ def names_of(graph: GraphModule) -> Iterator[tuple[Call, str]]:
 
 
 def _leg(node: Node, method: str) -> str:
-    """Return an operation, as `compress int8` or `all_gather@inter`."""
+    """Return a line's operation: `compress int8` or `all_gather@inter`."""
     if method in ("propose", "compress", "decompress"):
         return f"{method} {compressor_at(node)}"
     if method == "launch":

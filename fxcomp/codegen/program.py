@@ -47,9 +47,9 @@ def carriers_of(gm: GraphModule) -> frozenset[str]:
 
 
 def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
-    """Return the bytes copied to send the digest too; None if the collective cannot."""
+    """Return the bytes that a collective copies to carry the digest; None if it cannot carry one."""
     if kind == "all_reduce":
-        # an all_reduce of counts precedes all changes
+        # preferred: an all_reduce of counts precedes all changes
         return -1 if info(node).role is Role.COUNT else 0
     if cut == 1 or pattern_of(kind) is not Pattern.ALL_GATHER:
         return None
@@ -57,11 +57,11 @@ def _copied_bytes(node: Node, kind: str, cut: Any) -> int | None:
 
 
 Replay = Callable[[], Mapping[str, GraphModule]]
-"""Function that returns the graph after each pass, by name."""
+"""Function that returns the graph after each pass, by pass name."""
 
 INDUCTOR_DEVICES = ("cuda",)
 """Devices for which Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and
-took minutes to compile (measured, 2026-11); on an H200 it takes a third of eager regions' time (2026-11).
+took minutes to compile (measured, 2026-11); on an H200 it took a third of the eager time (2026-11).
 """
 
 
@@ -78,7 +78,7 @@ class Program:
     timeline: Timeline
     inputs: tuple[Source, ...]
     numbers: Numbers = AS_WRITTEN
-    """Numbers that replace those in the emitted source."""
+    """Values that replace the numbers in the emitted source."""
     carriers: frozenset[str] = frozenset()
     """Names of the collectives that send a digest."""
 

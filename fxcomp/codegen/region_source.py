@@ -29,7 +29,7 @@ from fxcomp.graph.work import is_sequence
 
 @dataclass(slots=True)
 class Statement:
-    """A line, with the variables it assigns and uses."""
+    """Source line, the variable that it assigns, and the variables that it uses."""
 
     line: str
     made: str | None
@@ -37,7 +37,7 @@ class Statement:
 
 
 def foreach_lines(group: Sequence[Node], names: Mapping[Node, str], lists: Sequence[Node]) -> list[str]:
-    """Write one parameter's update (`group`) for lists. `lists` are the inputs that differ between parameters."""
+    """Rewrite one parameter's update (`group`) for lists of parameters. `lists` are the inputs that become lists."""
     writer = _ListWriter(dict(names), set(lists), names[lists[0]])
     for node in group:
         writer.add(node)
@@ -92,7 +92,7 @@ class _ListWriter:
         return f"[{expression} for {variables} in " + (f"zip({values})]" if len(listed) > 1 else f"{values}]")
 
     def _foreach(self, node: Node) -> str | None:
-        """Return a call of the node's foreach operator; None if there is none."""
+        """Return a call of the node's foreach operator; None without one."""
         assert compat.is_operator(node.target), "only operators have list forms"
         name = compat.bare_name(node.target)
         kind, arguments = name.removesuffix("_"), list(node.args)
@@ -120,7 +120,7 @@ class _ListWriter:
         return self._call(name, self._scalar(other), arguments, {})
 
     def _scalar(self, value: Any) -> str:
-        """Return the overload: one number for all, or one per parameter."""
+        """Return the overload that takes one number for all parameters, or one per parameter."""
         return "ScalarList" if isinstance(value, Node) and value in self._lists else "Scalar"
 
     def _is_listed_tensor(self, value: Any) -> bool:
@@ -152,15 +152,15 @@ _TENSORS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "addcmul": 3, "addcdiv": 3, 
 
 
 class OptimizerSteps:
-    """The optimizer's rules, each written once."""
+    """The optimizer's update rules, each written once."""
 
     def __init__(self, listed_elements: float = 0) -> None:
         self._listed_elements = listed_elements
-        """Maximum size of parameters that are updated together."""
+        """Maximum size, in elements, of parameters that are updated together."""
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ only in their tensors and whose results are unused, at the place of the last."""
+        """Join updates that differ only in their tensors and whose results are unused, where the last one was."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
@@ -171,7 +171,6 @@ class OptimizerSteps:
         return list(found.values())
 
     def call(self, group: Sequence[Node]) -> str:
-        """Write the call that updates one or more parameters."""
         members = _by_parameter(group)
         if len(members) > 1:
             return self._call_for_all(members)
@@ -203,9 +202,9 @@ def _is_shared(node: Node) -> bool:
 
 
 def _elements(group: Sequence[Node]) -> float:
-    """Return the size of the largest tensor; infinite if lists would round differently.
+    """Return the elements of the largest tensor; infinite if list operators would round differently.
 
-    CPU list operators round numbers to 16 bits before multiplying 16-bit tensors by them.
+    On the CPU they round numbers to 16 bits before multiplying 16-bit tensors by them.
     """
     tensors = [v for node in _inputs(group) if isinstance(v := node.meta.get("val"), Tensor)]
     is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)

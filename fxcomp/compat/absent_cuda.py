@@ -1,8 +1,8 @@
 """Replacements of torch.cuda, torch.accelerator and related modules for an absent GPU.
 
-The calling file determines the answer:
+The file that calls a function determines the result:
 
-    user's or library's     from the table; an error if there is no entry
+    user's or library's     from the table `_answers`; an error if there is no entry
     torch's                 from torch, or from the table if torch raises
     fxcomp's                from torch
 
@@ -11,7 +11,7 @@ Streams and events do nothing, memory figures are 0, and CUDA's random generator
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownParameterType=false
-# Answers keep the original arguments.
+# Replacement functions keep the original arguments.
 # ruff: noqa: ARG002, ARG005
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch.cuda import gds, nccl, nvtx, profiler, tunable
 from fxcomp.compat.source_lines import is_ours, is_scripts, users_line
 
 CUDA = torch.device("cuda", 0)
-"""Device that scripts see."""
+"""Device of every CUDA tensor, as scripts see it."""
 
 VERSIONS = {torch.backends.cudnn: 92000, nccl: (2, 29, 7)}
-"""Versions that torch 2.13 for CUDA 13.0 reports."""
+"""cuDNN and NCCL versions that torch 2.13 for CUDA 13.0 reports."""
 
 Refusal = Callable[[str], Exception]
-"""Makes the error for an unanswered call."""
+"""Function that makes an exception from its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class DeviceFacts:
 
 
 def names_cuda(given: Any) -> bool:
-    """Return whether a device object, string or index is a CUDA device."""
+    """Return whether a device, string or index means CUDA."""
     if isinstance(given, str):
         return given.partition(":")[0] == "cuda"
     return given.type == "cuda" if isinstance(given, torch.device) else type(given) is int
@@ -68,7 +68,7 @@ def check_index(given: Any, refusal: Refusal) -> None:
 
 
 class Event:
-    """Event or stream without work."""
+    """CUDA event that does nothing."""
 
     cuda_stream = stream_id = priority = device_index = cuda_event = event_id = 0
     device = CUDA
@@ -93,7 +93,7 @@ class Event:
 
 
 class Stream(Event):
-    """Stream without work."""
+    """CUDA stream that does nothing."""
 
     priority_range = staticmethod(lambda: (0, -5))
 
@@ -164,7 +164,7 @@ def _answers(facts: DeviceFacts) -> dict[str, Callable[..., Any]]:
 
 
 def cuda_instead(facts: DeviceFacts, refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Return replacement attributes by module."""
+    """Map modules, such as torch.cuda, to replacement attributes."""
     cuda, answers, public = vars(torch.cuda), _answers(facts), torch.cuda.__all__
 
     def answering(name: str, original: Any, answer: Any, of: str = "torch.cuda") -> Callable[..., Any]:
@@ -197,7 +197,7 @@ def _acts(value: Any) -> bool:
 
 
 def _answering(name: str, original: Any, answer: Any, refusal: Refusal, of: str) -> Callable[..., Any]:
-    """Return a function that answers by the file of the calling frame."""
+    """Return a replacement for `original` that depends on the calling file."""
     code = getattr(original, "__code__", None)
     takes_device = name == "device" or (code is not None and code.co_varnames[:1] == ("device",))
 

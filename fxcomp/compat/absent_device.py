@@ -1,10 +1,11 @@
 """Run a GPU training script, and trace its step, on a machine without a GPU.
 
     device arguments         cuda becomes the CPU, or meta for tensors without memory
-    x.device, x.is_cuda      cuda:0 for files of the user and of libraries, real for torch's and fxcomp's
+    x.device, x.is_cuda      cuda:0 for user and library code, real for torch and fxcomp
     in a trace               all tensors are CPU fakes
     torch.cuda               absent_cuda.py
-    processes and wrappers   groups of one rank; DistributedDataParallel and torch.compile only call the wrapped object
+    process groups           one rank
+    wrappers                 DistributedDataParallel and torch.compile only call the wrapped object
 
 No tensor is really on cuda: torch's CPU build aborts the process when CUDA fakes are differentiated.
 """
@@ -53,16 +54,15 @@ from fxcomp.compat.tracing import is_traced_here
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _WITHOUT_MEMORY = torch.device("cuda", 0)
-"""Device that scripts see for a tensor without memory."""
+"""Device of a meta tensor, as scripts see it."""
 
 _BASE: Any = Tensor.__base__
-"""C base class of tensors."""
 
 _scopes: list[DeviceFacts] = []
 
 
 def imagined_device() -> DeviceFacts | None:
-    """Return the imitated device; None outside `as_if_on`."""
+    """Return the imitated GPU; None outside `as_if_on`."""
     return _scopes[-1] if _scopes else None
 
 
@@ -111,7 +111,7 @@ def _default_device() -> torch.device | None:
 
 
 def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
-    """Replace CUDA by the device of tensors like `like`; in a trace, replace all devices by the CPU."""
+    """Replace CUDA by the CPU, or by meta if `like` is a meta tensor. In a trace also replace meta by the CPU."""
     if names_cuda(given):
         check_index(given, refusal)
         is_meta = given is _WITHOUT_MEMORY or (isinstance(like, Tensor) and like.is_meta)
@@ -145,8 +145,6 @@ class _Placing(TorchFunctionMode):
 
 
 def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Return replacement attributes of tensors and fakes."""
-
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         named = kwargs.pop("device", args[0] if args else None)
         if not isinstance(named, torch.device | str | int):
@@ -187,7 +185,7 @@ def _tensors_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
         Fake: {"device": _getter(fakes.fget, lambda _: CUDA).setter(fakes.fset)},
         MetaTensorDescriber: {"describe_tensor": describe_tensor},
         _meta_registrations: {"device_hint": lambda tensor: "cuda"},  # fakes get CUDA's dtypes and layouts
-        lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # it refuses others
+        lazy: {"_allowed_methods": [*lazy._allowed_methods, to, cuda, methods["get_device"]]},  # other methods raise
     }
 
 
@@ -196,9 +194,10 @@ def _getter(real: Any, answer: Any) -> property:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Return whether a move to the GPU copies, which closes gaps of a view.
+    """Return whether moving a tensor to the GPU copies it, which makes a view dense.
 
-    Parameters are not copied. In a trace only tensors with gaps are copied: others may be on the GPU already.
+    Tensors that require gradients are not copied. In a trace, neither are dense tensors, which may be on the GPU
+    already.
     """
     if tensor.requires_grad or tensor.layout is not torch.strided:
         return False
@@ -206,7 +205,7 @@ def _moves(tensor: Tensor) -> bool:
 
 
 def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Return replacements of device functions that function modes do not see, and of torch.compile."""
+    """Return replacements of torch.compile, flex_attention and device functions that bypass function modes."""
     made, move = cast("Any", torch.Generator), cast("Any", nn.Module.to)
     load, default = torch.load, torch.get_default_device
 
@@ -260,7 +259,7 @@ def _optimizers_instead() -> dict[Any, dict[str, Any]]:
 
 
 def _supported_devices(supports_xla: bool = True) -> list[str]:
-    """Return devices of fused and capturable optimizers; torch.distributed.optim scripts this function."""
+    """Return devices of fused and capturable optimizers. torch.distributed.optim compiles this to TorchScript."""
     return ["cuda", "cpu", "meta"]
 
 
@@ -288,12 +287,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-"""torchrun's environment for a single rank."""
 
 
 @contextmanager
 def _group_of_one() -> Generator[None]:
-    """Make process groups CPU groups of one rank; destroy them on exit."""
+    """Replace process groups by gloo groups of one rank; destroy them on exit."""
     begin, barrier, new, backend = (
         getattr(distributed, name) for name in ("init_process_group", "barrier", "new_group", "get_backend")
     )

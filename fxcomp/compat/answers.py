@@ -27,7 +27,7 @@ Expression = Any
 
 
 class AskingShapes(ShapeEnv):
-    """Shape environment that calls back for a data-dependent value, and raises only if the answer is None."""
+    """Shape environment that gets data-dependent values from `ask`, and raises if `ask` returns None."""
 
     def __init__(self, ask: Callable[[Expression], Any]):
         # Equal sizes get separate symbols, which tracing compares when needed.
@@ -35,7 +35,6 @@ class AskingShapes(ShapeEnv):
         self._ask = ask
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: Any = None) -> Any:
-        """Evaluate a number, as torch does."""
         return self._answered(
             sym_node.expr, lambda: super(AskingShapes, self).evaluate_sym_node(sym_node, size_oblivious, fallback_value)
         )
@@ -44,7 +43,7 @@ class AskingShapes(ShapeEnv):
     def guard_or_defer_runtime_assert(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, orig_expr: Expression, msg: str, fx_node: Any = None
     ) -> bool:
-        """Evaluate a check of the user (`torch._check`). Checks of torch's functions are repeated by operators."""
+        """Evaluate a user's `torch._check`. Leave checks inside torch's functions to torch: operators repeat them."""
         if is_called_by_user():
             return bool(self._answered(orig_expr, lambda: self.evaluate_expr(orig_expr)))
         return super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
@@ -81,7 +80,7 @@ def symbols_of(expression: Expression) -> list[str]:
 
 
 def as_symbol(number: Any) -> str | None:
-    """Return the single symbol of a number or boolean, or None."""
+    """Return the symbol that is the number, or the only symbol of a boolean; else None."""
     if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
     names = symbols_of(number.node.expr)
@@ -95,7 +94,7 @@ class _Printer(PythonPrinter):
 
 
 def evaluator(expression: Expression) -> tuple[str, Callable[[Mapping[str, Any]], Any]] | None:
-    """Compile an expression to a Python function of its symbols; None if Python's result could differ.
+    """Return an expression's Python text and a function of its symbols; None if Python's result could differ.
 
     SymPy reorders sums and products, which is exact only for integers.
     """
@@ -116,7 +115,7 @@ def _is_exact(expression: Expression) -> bool:
 
 
 def can_fail(node: Node) -> bool:
-    """Return whether a node may raise for some values: all but pointwise operators, views and a list of safe ones."""
+    """Return whether an operator may raise for some values. Pointwise operators, views and `_HARMLESS` do not."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -137,6 +136,6 @@ _HARMLESS = frozenset(
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Read `.grad` outside of the capture's Python modes, which raise if the user's code reads it."""
+    """Return `.grad`, read outside of function modes: the capture's mode raises if user code reads it."""
     with torch.DisableTorchFunction():
         return parameter.grad

@@ -1,7 +1,7 @@
-"""Give a trace one fake for each tensor from outside; in-place operators write to the fake.
+"""Replace each real tensor that a trace uses by one fake; in-place operators write to the fake.
 
    c = torch.ones(3)          outside the traced function
-   c.mul_(0.5)                torch's fake mode would change the real `c`: the operand is a number
+   c.mul_(0.5)                torch's fake mode would change the real `c`, because the other operand is a number
 -->
    %c     f32[3]  constant
    %mul_  f32[3]  mul_(%c, 0.5)
@@ -31,7 +31,7 @@ _LIFTS = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.
 class Constants(DispatchMode):
     """Dispatch mode around the tracer that replaces real tensors by traced fakes.
 
-    `equal` has no fake kernel and is decomposed. An operator's own `allclose` becomes an assertion.
+    `equal` has no fake kernel and is decomposed. `allclose` inside a torch operator becomes an assertion.
     """
 
     supports_higher_order_operators = True
@@ -60,7 +60,7 @@ class Constants(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], Fake):  # torch checks twice per operator
+        if func is torch.ops.prim.device.default and isinstance(args[0], Fake):  # torch reads it twice per operator
             return args[0].fake_device
         if func is torch.ops.aten.equal.default:  # also inside operators: torch.cov checks weights
             return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
@@ -96,7 +96,6 @@ def traced(tensor: Tensor) -> Tensor:
 
 
 def trained_outside() -> list[Tensor]:
-    """List tensors from outside that got a traced gradient."""
     return [tensor for mode in _under_way() for tensor in mode.trained]
 
 
@@ -105,7 +104,7 @@ def _under_way() -> list[Constants]:
 
 
 def _is_torchs_own(func: Any) -> bool:
-    """Return whether torch handles the operator. It raises for a new shape of a real tensor."""
+    """Return whether torch handles the operator itself; it raises if a real tensor is reshaped in place."""
     return func in _LIFTS or (isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags)
 
 

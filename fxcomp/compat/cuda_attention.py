@@ -4,8 +4,8 @@
  -->
     aten._scaled_dot_product_flash_attention(q, k, v, ...)
 
-Rules: torch's select_sdp_backend (ATen/native/transformers: cuda/sdp_utils.cpp, sdp_utils_cpp.h); calls: attention.cpp.
-Real tensors use the CPU kernel.
+The choice follows torch's select_sdp_backend (ATen/native/transformers: cuda/sdp_utils.cpp, sdp_utils_cpp.h), the calls
+follow attention.cpp. Real tensors use the CPU kernel.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -34,7 +34,7 @@ _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _CUDNN, _MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 
 _SMALL = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
-"""Capabilities with little shared memory, where the flash kernel has no backward pass for wide heads."""
+"""Compute capabilities with little shared memory, where the flash kernel has no backward pass for wide heads."""
 
 
 @contextmanager

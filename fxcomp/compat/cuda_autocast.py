@@ -1,10 +1,10 @@
 """Apply CUDA's autocast rules to CPU tensors that represent tensors of an absent GPU.
 
     with cuda_autocast(), torch.autocast("cuda"):
-        layer_norm(x.half())     in float32: CUDA's lists, in place of the CPU's
+        layer_norm(x.half())     # in float32, as on CUDA
 
-Lists: "CUDA Op-Specific Behavior" in torch's AMP documentation, and ATen/autocast_mode.h. Kernels for the CPU's
-autocast key cast arguments and call the operator without autocast.
+Lists: "CUDA Op-Specific Behavior" in torch's AMP documentation, and ATen/autocast_mode.h. Kernels registered
+for AutocastCPU cast the arguments and call the operator without autocast.
 """
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -46,7 +46,7 @@ LOWER_PRECISION = """
 """Operators that compute in autocast's dtype."""
 
 CUDNN_RNN = "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data"
-"""`_cudnn_rnn` on CUDA, where autocast casts input, state and weights (cudnn/AutocastRNN.cpp)."""
+"""Operators that run `_cudnn_rnn` on CUDA, where autocast casts input, state and weights (cudnn/AutocastRNN.cpp)."""
 
 FLOAT32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
@@ -86,8 +86,7 @@ _DEVICES = ("cuda", *_USERS, *_USERS.values())
 def cuda_autocast() -> Generator[None]:
     """Cast CPU tensors by CUDA's lists under autocast for "cuda" or "cpu".
 
-    The default dtype of "cuda" is float16. If both are on, the dtype of "cuda" applies. On exit autocast's state is
-    restored.
+    The default dtype of "cuda" is float16. If both are on, the dtype of "cuda" applies.
     """
     assert torch.set_autocast_enabled is set_autocast_enabled, "cuda_autocast is not entered twice"
     before = {device: (is_autocast_enabled(device), get_autocast_dtype(device)) for device in _DEVICES}
@@ -131,7 +130,7 @@ def _operator(name: str) -> Operator:
 
 
 class _Casts:
-    """Casts of arguments; casts of weights are cached as in at::autocast::cached_cast."""
+    """Casts arguments, and caches casts of weights as at::autocast::cached_cast does."""
 
     def __init__(self) -> None:
         self._of_weights: dict[Tensor, Tensor] = {}
@@ -141,7 +140,6 @@ class _Casts:
         clear_autocast_cache()
 
     def run(self, choose: Callable[[Any], torch.dtype], operator: Operator, *args: Any, **kwargs: Any) -> Any:
-        """Call an operator with arguments cast to the chosen dtype."""
         with _without_autocast():
             cast = partial(self._cast, choose((args, kwargs)))
             given, named = pytree.tree_map_only(Tensor, cast, (args, kwargs))
@@ -199,7 +197,7 @@ def _raise(*_: Any) -> Any:
     )
 
 
-# Switches
+# State of autocast
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
@@ -216,7 +214,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply() -> None:
-    """Give kernels the state of "cuda" if that is on, else the user's of "cpu"."""
+    """Copy the state of "cuda", if enabled, else the user's state of "cpu", to "cpu", which kernels read."""
     device = "cuda" if is_autocast_enabled("cuda") else _USERS["cpu"]
     _set("cpu", is_autocast_enabled(device), get_autocast_dtype(device))
 
@@ -232,7 +230,7 @@ _BEGIN, _CAST = torch.autocast.__init__, autocast_mode._cast
 def _begin_without_cuda(
     self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
 ) -> None:
-    """Skip torch's check for a GPU."""
+    """Initialize torch.autocast without its check for a GPU."""
     _BEGIN(self, device_type, dtype, enabled and device_type != "cuda", cache_enabled)
     self._enabled = self._enabled or (enabled and device_type == "cuda")
 

@@ -90,8 +90,7 @@ def compile_training(
 ) -> Callable[..., Any]:
     """Compile a graph from Dynamo: `forward` rewrites the forward graph, `backward` compiles the backward graph.
 
-    Both compile now, so that every rank compiles at the same call. The compiled backward function may empty its list of
-    arguments.
+    Both run during this call, so that every rank compiles at the same call.
     """
 
     def compile_backward(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -105,7 +104,7 @@ def compile_training(
     def compile_forward(graph: GraphModule, _: Any) -> Callable[..., Any]:
         return run_eagerly(forward(graph))
 
-    # Without this AOTAutograd raises AssertionError for `.data =` on a graph input.
+    # Without keep_inference_input_mutations AOTAutograd raises for `.data =` on a graph input.
     compiler: Any = aot_autograd(
         fw_compiler=compile_forward,
         bw_compiler=compile_backward,
@@ -118,7 +117,7 @@ def compile_training(
 
 
 Backward = Callable[[list[Any]], Sequence[Any]]
-"""Takes one list, which it may empty."""
+"""Function of a list of arguments, which it may empty."""
 
 
 def compile_training_with_inductor(
@@ -127,8 +126,8 @@ def compile_training_with_inductor(
     """Compile a graph from Dynamo as `backend="inductor"` does, but compile the backward graph with `backward`.
 
     `backward` receives the backward graph, whose fakes have the strides of the real values, and Inductor's function for
-    the whole graph. That function is compiled at its first call. With symbolic sizes it is compiled immediately,
-    because a later call may add no assumptions.
+    the whole graph. That function is compiled at its first call, but immediately with symbolic sizes, because later
+    compilation may add no assumptions about sizes.
 
     Inductor may replace random operators (see `draws_by_seed`), but not with symbolic sizes.
     """
@@ -184,7 +183,7 @@ class _MadeLater:
 
 
 def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
-    """Recompute a graph's fakes: saved tensors may have other strides than traced."""
+    """Recompute a graph's fakes from `given`: saved tensors may have other strides than in the trace."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
     mode = next(value.fake_mode for value in given if isinstance(value, Fake))
@@ -193,14 +192,14 @@ def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
 
 
 def _keep_what_is_saved() -> None:
-    """Allow backward(retain_graph=True): donate no buffers."""
+    """Allow backward(retain_graph=True): let compiled code reuse no saved buffers."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
 
 
 def backward_node(results: Sequence[Any]) -> Any:
-    """Return the nearest compiled function's node in the backward graph of `results`, which may be views; or None."""
+    """Return the autograd node of the compiled function nearest to `results`, which may be views; or None."""
     nodes = _nodes_below(value.grad_fn for value in results if isinstance(value, torch.Tensor))
     return next((node for node in nodes if node.name() == "CompiledFunctionBackward"), None)
 
@@ -251,7 +250,6 @@ def suppresses_errors() -> bool:
 
 
 def is_restart(error: Exception) -> bool:
-    """Return whether an exception makes Dynamo restart its analysis."""
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
@@ -282,7 +280,7 @@ def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def gradient_places(backward: GraphModule) -> dict[int, int | None]:
-    """Map gradients among a backward graph's outputs to input indices, or None for an aliased input."""
+    """Map output indices of gradients in a backward graph to forward inputs, or None if aliased."""
     descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
     return {
         place: getattr(what.grad_of, "idx", None) for place, what in enumerate(descriptions) if hasattr(what, "grad_of")
@@ -299,7 +297,7 @@ def source_name(node: Node) -> str:
 
 
 def graph_break(gm: GraphModule) -> str | None:
-    """Return place and reason of a graph break in one line; None if the frame returned."""
+    """Return line and reason of a graph break; None if the graph ends with a return."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -311,18 +309,17 @@ def graph_break(gm: GraphModule) -> str | None:
 
 
 def inside_ddp() -> bool:
-    """Return whether DistributedDataParallel's forward is running."""
     return DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order: bool) -> Callable[..., Any]:
     """Compile a graph with Inductor for fake inputs. The compiled function returns a tuple.
 
-    `keeps_order` is for graphs that draw random numbers more than once.
+    `keeps_order` turns reordering off, for graphs that draw random numbers more than once.
 
-    With symbolic sizes the FX graph cache is off. Its entries only guard sizes that are inputs themselves: an entry for
-    `Sym(s0*s1)` alone raises NameError in the next process, and an entry for a tensor of s0 rows would be used where
-    its assumptions do not hold. The kernel cache stays on.
+    With symbolic sizes the FX graph cache is off, because its entries only guard sizes that are inputs themselves: an
+    entry for `Sym(s0*s1)` alone raises NameError in the next process, and an entry for a tensor of s0 rows ignores its
+    assumptions. The kernel cache stays on.
     """
     from torch._inductor import standalone_compile as compile_graph
 

@@ -37,7 +37,7 @@ def wrapper_of(parameter: Tensor, given: object) -> Any:
 
 
 def finds_unused(wrapper: Any) -> bool:
-    """Return whether a pass may leave parameters without a gradient."""
+    """Return whether a backward pass may leave parameters without a gradient."""
     return bool(wrapper.find_unused_parameters) and not wrapper.static_graph
 
 
@@ -48,11 +48,11 @@ class Scatter(Protocol):
     """torch's interface for functions that reduce a module's gradients."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the flat gradients where compute runs, then this rank's shard."""
+        """Allocate the flat gradients, on the compute stream; in the next call this rank's shard."""
         ...
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Fill this rank's shard of the reduced gradients; `input_tensor` has one part per rank, in order."""
+        """Fill `output_tensor` with this rank's shard of the reduced `input_tensor`, which has one part per rank."""
         ...
 
 
@@ -72,7 +72,7 @@ class ShardedModule:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """This rank's shards; loading a state may replace them."""
+        """This rank's shards; loading a state dict may replace the tensors."""
         return [each.sharded_param for each in self._trained]
 
     @property
@@ -91,7 +91,7 @@ class ShardedModule:
 
     @property
     def divides_afterwards(self) -> bool:
-        """True if set_gradient_divide_factor is used, or gradients are divided after the hook."""
+        """True if gradients are divided after the all-reduce hook, or by set_gradient_divide_factor."""
         return self._group.gradient_divide_factor is not None or self._group.force_sum_reduction_for_comms
 
     @property
@@ -99,7 +99,7 @@ class ShardedModule:
         return any(each.offload_to_cpu for each in self._group.fsdp_params)
 
     def on_reduced(self, hook: Callable[[Tensor], None]) -> None:
-        """Call `hook` with the flat tensor between reduce_scatter and `.grad`."""
+        """Call `hook` with this rank's flat shard after reduce_scatter, before `.grad` is set."""
         self._module.set_all_reduce_hook(hook)
 
     @property
@@ -170,7 +170,7 @@ def sharded_modules(model: nn.Module) -> list[ShardedModule]:
 
 
 def _groups(module: Any) -> Sequence[Any]:
-    """List a module's parameter groups; torch 2.11 has one."""
+    """List a module's parameter groups; torch 2.11 has one per module."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [each for each in ([state._fsdp_param_group] if groups is None else groups) if each is not None]
@@ -192,5 +192,5 @@ def largest(value: Tensor, group: Any) -> None:
 
 
 def at_end_of_backward(work: Callable[[], None]) -> None:
-    """Call a function after the running backward pass; its exception leaves `backward()`."""
+    """Call a function after the running backward pass; its exception propagates from `backward()`."""
     cast("Any", Variable)._execution_engine.queue_callback(work)

@@ -20,10 +20,10 @@ def copied(nodes: Iterable[Node]) -> Graph:
 
 
 def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node], called: str | None = None) -> Node:
-    """Append a copy of a node, with copied arguments, to a graph, under the name `called` if given.
+    """Append a copy of a node to a graph. `copies` replaces its arguments; `called` is its name if given.
 
-    `Graph.node_copy` also searches arguments for raw symbols. That dominates its time and finds nothing in nodes that
-    were in a graph before.
+    `Graph.node_copy` also searches arguments for raw symbols. The search dominates its time and finds nothing
+    in nodes of an earlier graph.
     """
     name = graph._graph_namespace.create_name(called or node.name, None)
     args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)

@@ -26,7 +26,7 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or _di
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or _dist.reduce_scatter_tensor
 
 SECONDS_TO_CLOSE = 10.0
-"""Longest wait at exit for groups that are being closed."""
+"""Maximum wait at exit, in s, for groups that are being closed."""
 
 
 def process_group(name: str) -> Any:
@@ -53,7 +53,6 @@ def default_store() -> dist.Store:
 
 
 def store_host() -> str | None:
-    """Return the host of the default process group's store, if any."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -67,7 +66,7 @@ def is_store_gone(error: Exception) -> bool:
 
 
 def is_of_another_process(store: dist.Store) -> bool:
-    """Return whether another process was this rank in a store and may have left keys."""
+    """Return whether an earlier process of this rank used a store and may have left keys."""
     return set_once(store, f"process/{dist.get_rank()}", _this_process()) != _this_process()
 
 
@@ -77,7 +76,7 @@ def _this_process() -> str:
 
 
 def outlives_restarts() -> str:
-    """Return the option that restarts ranks on the same store, or an empty string."""
+    """Return torchrun's option if it may restart ranks with the same store, else an empty string."""
     environment = os.environ
     may_restart = int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -86,7 +85,7 @@ def outlives_restarts() -> str:
 
 
 def set_once(store: dist.Store, key: str, value: str) -> str:
-    """Write a key unless another rank has; return its value. Without a working store return `value`."""
+    """Write a key unless it exists; return its value. If the store fails, return `value`."""
     try:
         return store.compare_set(key, "", value).decode()
     except (RuntimeError, NotImplementedError):
@@ -108,7 +107,7 @@ def group_timeout() -> timedelta:
 def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: int | None) -> Any:
     """Make a process group. An integer `name` replaces torch's group count in the group's name.
 
-    With `name`, only ranks of the group need to call.
+    With `name`, only ranks of the group need to call this.
     """
     world = dist.distributed_c10d._world
     counted = world.group_count
@@ -124,10 +123,10 @@ def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: i
 
 @contextmanager
 def _unbound(group: Any) -> Generator[None]:
-    """Let new groups connect on their own.
+    """Make new groups without splitting the default group's communicator.
 
-    If the default group is bound to a device, torch splits its communicator for each new group, a collective of all
-    ranks, in which members of a gloo group do not take part.
+    torch splits the communicator of a group bound to a device. The split is a collective of all ranks, but ranks that
+    make a gloo group do not call it.
     """
     device = group.bound_device_id
     group.bound_device_id = None
@@ -154,7 +153,7 @@ def destroy_groups(handles: list[Any]) -> None:
     with suppress(RuntimeError):  # no thread starts while Python exits
         last.start()
         last.join(0.1)
-        if last.is_alive():  # a thread that leaves torch after Python's exit aborts the process
+        if last.is_alive():  # a thread that returns from torch after Python's exit aborts the process
             atexit.register(last.join, SECONDS_TO_CLOSE)
 
 
@@ -166,7 +165,7 @@ def _abort(group: Any) -> None:
 
 
 def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether a collective's error shows a missing rank."""
+    """Return whether a collective's error indicates a lost rank."""
     lost = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
     text = str(error)
     # gloo reports "Application timeout caused pair closure" for all work during a timeout.

@@ -88,7 +88,6 @@ def processor_name() -> str:
 
 
 def usable_processors() -> list[int]:
-    """Return the indices of processors that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
@@ -98,7 +97,7 @@ def processors(root: Path = Path("/")) -> int:
 
 
 def processor_quota(root: Path = Path("/")) -> float:
-    """Return the tightest cgroup quota in processors; infinite without one.
+    """Return the smallest cgroup quota, in processors; infinite without quotas.
 
     Quotas are rounded down, but not below 1: `docker run --cpus 1.5` gives 1.
     """
@@ -108,7 +107,7 @@ def processor_quota(root: Path = Path("/")) -> float:
 def _quotas(root: Path) -> Iterator[float]:
     """Yield each cgroup quota of this process, in processors (Linux, cgroups(7)).
 
-    A container may see its own group as the root, so the host's path and its parents are read.
+    A container may see its own group as the root, so the group's path and all its parents are read.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -136,7 +135,7 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether the host launches a device's operators, at a cost."""
+    """Return whether a device runs kernels that the host launches."""
     return device.type not in ("cpu", "meta")
 
 
@@ -158,7 +157,7 @@ def forget_freed_memory(device: torch.device) -> None:
 
 
 def spare_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Return the bytes left on top of this process's peak; None if unknown.
+    """Return the free bytes beyond this process's peak memory; None if unknown.
 
     Host memory is divided equally among torchrun's local processes.
     """
@@ -178,7 +177,7 @@ def spare_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def _kilobytes(path: Path, key: str) -> int | None:
-    """Read a line `key:  123 kB` of a system file, in bytes."""
+    """Return the value, in bytes, of a line `key:  123 kB` of a system file."""
     for line in _text(path).splitlines():
         name, _, value = line.partition(":")
         if name == key:

@@ -34,7 +34,7 @@ DeviceContext = _device.DeviceContext
 
 
 def device_of_default(generator: torch.Generator) -> torch.device | None:
-    """Return the device with this default generator; None for other generators."""
+    """Return the device whose default generator is given; None for other generators."""
     if is_same_generator(generator, torch.default_generator):
         return torch.device("cpu")
     places = [i for i, default in enumerate(torch.cuda.default_generators) if is_same_generator(default, generator)]
@@ -71,17 +71,15 @@ _HOOKS_MODULES = ("FlopCounterMode", "_FlopCounterMode")
 
 
 def default_device() -> torch.device | None:
-    """Return the default device; None without function modes, which saves a slow call."""
+    """Return the default device; None if no function mode, and so no default device, is active."""
     return torch.get_default_device() if _C._len_torch_function_stack() else None
 
 
 def innermost_device() -> torch.device | None:
-    """Return the device of the innermost default-device mode, or None."""
     return _device.CURRENT_DEVICE
 
 
 def takes_default_device(function: object) -> bool:
-    """Return whether a torch function makes tensors on the default device."""
     return function in _device._device_constructors()
 
 
@@ -102,7 +100,7 @@ def outside_function_modes() -> Generator[None]:
 
 
 def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Keep a mode active in Python code of backward passes; torch disables it if a function mode starts one."""
+    """Keep a mode active in Python code of backward passes; torch disables it while it handles backward()."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
@@ -113,9 +111,9 @@ def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager
 
 
 def dispatch_mode() -> str | None:
-    """Return an active TorchDispatchMode that is not torch's, or that computes nothing or hooks modules.
+    """Return the name of an active dispatch mode that is not torch's, or that computes no values or hooks modules.
 
-    torch's other modes count, log or trace memory.
+    None if there is none: torch's other modes only count, log or trace memory.
     """
     for mode in dispatch_mode_stack():
         kind: Any = type(mode)
@@ -144,7 +142,6 @@ def subclass_dispatch() -> Hashable:
 
 
 def determinism() -> Hashable:
-    """Return the settings of torch.use_deterministic_algorithms and related functions."""
     return torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -153,7 +150,6 @@ def cpu_libraries() -> Hashable:
 
 
 def attention_order() -> tuple[tuple[int, ...], bool]:
-    """Return the order in which attention kernels are tried."""
     return tuple(_C._get_sdp_priority_order()), _C._get_overrideable_sdp_enabled()
 
 
@@ -161,7 +157,6 @@ _PRECISIONS = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("m
 
 
 def float32_precision() -> Hashable:
-    """Return the allowed precisions of float32 products and convolutions."""
     return tuple(_C._get_fp32_precision_getter(*each) for each in _PRECISIONS)  # public getters take 5 times as long
 
 

@@ -90,7 +90,7 @@ def is_in_place(target: Operator) -> bool:
 
 
 def functional_operator(target: Operator) -> Operator | None:
-    """Return the out-of-place operator of an in-place one: add for add_."""
+    """Return the out-of-place form of an in-place operator: add for add_; None without one."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     overload = target._overloadname
@@ -112,7 +112,7 @@ def is_view(target: Operator) -> bool:
 
 @cache
 def takes_lists(target: Operator) -> bool:
-    """Return whether an operator works on lists of tensors, elementwise."""
+    """Return whether an operator's first argument is a list of tensors."""
     arguments = target._schema.arguments
     return bool(arguments) and str(arguments[0].type) == "List[Tensor]"
 
@@ -167,16 +167,16 @@ def checks_values(node: Node) -> bool:
 
 
 def is_random(target: Any) -> bool:
-    """Return whether an operator is tagged as random; includes attention without dropout.
+    """Return whether an operator is tagged as random, as attention is even without dropout.
 
-    The backward pass of attention, also tagged, only repeats the draws of a given seed.
+    Operators with a seed argument, such as attention's backward pass, do not count: they repeat draws.
     """
     is_tagged = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return is_tagged and "philox_seed" not in places_of_arguments(target)
 
 
 def draws(node: Node) -> bool:
-    """Return whether a node draws from a generator; fxcomp's operators only read or set its state."""
+    """Return whether a node draws from a generator. fxcomp's operators only read or set a generator's state."""
     if not is_random(node.target) or cast("Operator", node.target).namespace == "fxcomp":
         return False
     target = cast("Operator", node.target)
@@ -203,7 +203,7 @@ def _flop_formula(target: Any) -> Callable[..., Any] | None:
 
 
 def _grouped_flops(one: Any, _: Any, *__: Any, out_val: Any, **___: Any) -> Any:
-    """Count flops of a grouped matmul: each output sums over the inner dimension, or over a group of it."""
+    """Count flops of a grouped matmul: each output sums over the inner dimension, or one group's part of it."""
     groups = out_val.shape[0] if one.dim() == 2 and out_val.dim() == 3 else 1
     return 2 * out_val.numel() * one.shape[-1] // groups
 
@@ -297,7 +297,7 @@ def is_functional_collective(target: Operator) -> bool:
 
 
 def reduction(boxed: Any) -> str | None:
-    """Return a reduction's name; None for one with a factor."""
+    """Return the name of a ReduceOp; None for a sum with a factor."""
     name: str = dist.ReduceOp.RedOpType(boxed.op()).name.lower()
     return None if name == "premul_sum" else name
 

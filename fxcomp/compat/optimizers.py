@@ -45,7 +45,7 @@ def is_alias(one: Tensor, other: Tensor) -> bool:
 
 
 def mark_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Record that an optimizer stepped or skipped, as `scaler.step` does."""
+    """Record that an optimizer made or skipped its step, as `scaler.step` does."""
     state = scaler._per_optimizer_states[id(optimizer)]
     state["stage"] = OptState.STEPPED
     state["found_inf_per_device"] = {found_inf.device: found_inf}
@@ -65,7 +65,7 @@ def global_module_hooks() -> dict[str, dict[int, Any]]:
 
 
 def watch_optimizer(optimizer: torch.optim.Optimizer, called: Any) -> None:
-    """Call `called` before and after each eager step with its arguments, and after `load_state_dict`.
+    """Call `called` before and after each eager step with the hook's arguments, and after `load_state_dict`.
 
     Optimizers that skip `super().__init__()` have no hooks.
     """
@@ -103,7 +103,7 @@ def is_subclass(tensor: Tensor) -> bool:
 
 
 suggested_format = suggest_memory_format
-"""Memory format of results whose kernels do not follow strides."""
+"""Function that returns the memory format of results of kernels that ignore strides."""
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -121,7 +121,7 @@ def is_uninitialized(tensor: Tensor) -> bool:
 
 
 def is_without_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of autograd's zeros without memory."""
+    """Return whether a tensor is a zero tensor without memory, as made by autograd."""
     return torch._is_zerotensor(tensor)
 
 

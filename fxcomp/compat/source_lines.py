@@ -23,22 +23,22 @@ _NOT_THE_USERS = (_TORCH, _OURS, os.path.dirname(os.__file__), "<")
 """Filename prefixes of torch, fxcomp, the standard library and generated code."""
 
 _OF_PYTHON = (os.path.dirname(os.__file__), "<frozen")
-"""Standard library; packages may be installed below."""
+"""Filename prefixes of the standard library, whose folder may contain installed packages."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 
 _PASSES_ON = (*_OF_PYTHON, "<string>")
-"""Standard library and generated code, skipped to find the caller."""
+"""Filename prefixes of code that is skipped to find the caller."""
 
 _KNOW_SYMBOLS = (_TORCH, _OURS, "<eval")
-"""Code that handles symbols, besides SymPy's."""
+"""Filename prefixes of code that handles symbolic numbers, besides SymPy."""
 
 _TRACES = (
     *(os.path.join(_TORCH, name) for name in ("_", "fx", "autograd", "utils", "func", "export", "distributed")),
     _OURS,
     "<",
 )
-"""Code that behaves differently while tracing; torch's layers do not."""
+"""Filename prefixes of code that behaves differently while tracing, unlike torch's layers."""
 
 _PASS_TO_US = (
     *(
@@ -47,7 +47,7 @@ _PASS_TO_US = (
     ),
     _OURS,
 )
-"""Code between a caller of `torch._check` or `str(tensor)` and fxcomp."""
+"""Filename prefixes of code between a caller of `torch._check` or `str(tensor)` and fxcomp."""
 
 
 _EXACT = frozenset({"type", "dump", "dumps", "Decimal", "Fraction"})
@@ -55,7 +55,7 @@ _EXACT = frozenset({"type", "dump", "dumps", "Decimal", "Fraction"})
 
 
 def users_line(error: BaseException | None = None) -> str | None:
-    """Return the user's line that runs now or where an error came up: `train.py:41`."""
+    """Return the user's line that runs now or that led to `error`: `train.py:41`."""
     place = _users_place(error)
     return f"{os.path.basename(place[0])}:{place[1]}" if place is not None else None
 
@@ -67,7 +67,7 @@ def users_source(error: BaseException) -> str | None:
 
 
 def is_raised_as_eager(error: BaseException) -> bool:
-    """Return whether eager PyTorch would raise the error too: raised by the user's, Python's or module code."""
+    """Return whether eager PyTorch would raise the error too: an IndexError, or raised outside of tracing code."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     passing = _PASS_TO_US if names[:1] == [torch.__file__] else "<"  # torch._check and similar
     raised_in = next((name for name in names if not name.startswith(passing)), "<")
@@ -75,7 +75,7 @@ def is_raised_as_eager(error: BaseException) -> bool:
 
 
 def is_asked_by_user() -> bool:
-    """Return whether the user's Python calls the caller, directly or through the standard library."""
+    """Return whether user code called the calling function, directly or through the standard library."""
     for frame in frames(sys._getframe(2)):
         name = frame.f_code.co_filename
         if name.startswith(_PASSES_ON) and not any(part in name for part in _INSTALLED):
@@ -91,7 +91,7 @@ def is_called_by_user() -> bool:
 
 
 def is_users_call() -> bool:
-    """Return whether a user's line calls the caller directly, or a dict hashes a tensor."""
+    """Return whether user code, or `Tensor.__hash__`, directly called the calling function."""
     code = sys._getframe(2).f_code
     name = code.co_filename
     is_pythons = name.startswith(_OF_PYTHON) and not any(part in name for part in _INSTALLED)
@@ -99,7 +99,7 @@ def is_users_call() -> bool:
 
 
 def users_code_tells_kinds() -> bool:
-    """Return whether the user's running function may distinguish symbols from numbers without calling a method."""
+    """Return whether the user's running function may distinguish symbols from numbers without calling their methods."""
     codes = (frame.f_code for frame in frames(sys._getframe(1)))
     users = next((code for code in codes if not code.co_filename.startswith(_NOT_THE_USERS)), None)
     return users is not None and _tells_kinds(users)

@@ -10,7 +10,7 @@ from torch._logging import _internal  # pyright: ignore[reportPrivateUsage]
 
 
 def is_traced() -> bool:
-    """Return whether compilations are traced to a folder."""
+    """Return whether TORCH_TRACE names a folder."""
     return any(getattr(handler, "root_dir", None) is not None for handler in _internal.trace_log.handlers)
 
 

@@ -48,7 +48,7 @@ def constant_source(name: str) -> Any:
 
 
 def decisions(shapes: ShapeEnv) -> list[tuple[str, bool]]:
-    """Return the guards of a trace as text. A flag is True if its guard only tests the sign of one symbol."""
+    """Return each guard of a trace as text, with True if the guard only tests the sign of one symbol."""
     return [(str(guard.expr), _is_sign(guard.expr)) for guard in shapes.guards]
 
 
@@ -89,7 +89,6 @@ def limit(symbol: torch.SymFloat, low: float, high: float) -> None:
 
 
 def symbols(leaves: Iterable[Any]) -> set[str]:
-    """Return the names of symbols in tensors' shapes."""
     sizes = [size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape]
     return {str(symbol) for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
 
@@ -128,7 +127,7 @@ def is_open(value: Any) -> bool:
 
 
 def as_number(value: Any) -> Any:
-    """Replace a specialized symbol by its number. Other values are returned as they are."""
+    """Return the number of a specialized symbol, and other values unchanged."""
     return _as_constant(value) if isinstance(value, SYMBOLS) else value
 
 
@@ -176,13 +175,13 @@ def attributes_instead(attributes: Mapping[type | ModuleType, Mapping[str, Any]]
 
 
 SPECIAL_SIZES = (0, 1)
-"""Sizes that are never symbols. torch assumes that a symbol is neither, and records no assumption where it relies on
-that: for broadcasting, strides, empty tensors."""
+"""Sizes that are never symbols. For broadcasting, strides and empty tensors, torch assumes, without a guard, that no
+symbol is 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeGuard:
-    """Sizes of a capture and tracing's assumptions about them."""
+    """Predicate that checks a batch against a capture's sizes and its assumptions about them."""
 
     shapes: ShapeEnv
     tensors: tuple[Tensor, ...]
@@ -232,7 +231,7 @@ def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, i
 
 
 def _is(given: int | torch.SymInt, number: int, values: dict[Any, Any]) -> bool:
-    """Compare a number with the traced one; symbolic ones in both their original and simplified form."""
+    """Return whether `number` equals the traced `given`; a symbol in both its original and simplified form."""
     if not isinstance(given, torch.SymInt):
         return given == number
     return all(expression.xreplace(values) == number for expression in (given.node._expr, given.node.expr))

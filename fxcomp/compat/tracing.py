@@ -51,7 +51,7 @@ def fake_mode() -> tuple[FakeMode, ShapeEnv]:
 
 
 def fake_with_dynamic_dims(mode: FakeMode, value: Any, dims: frozenset[int], name: str) -> Any:
-    """Make a fake tensor with symbolic sizes in `dims`. Other values are returned as they are."""
+    """Return a fake tensor with symbolic sizes in `dims`, and other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     if not dims:
@@ -86,8 +86,8 @@ def plain_values() -> AbstractContextManager[Any]:
 def real_tensors() -> Generator[None]:
     """Compute and communicate without a compiler's fake modes.
 
-    The Python dispatcher is disabled too, to avoid a deadlock. It starts collectives with the GIL held, and gloo's
-    thread may need the GIL to free a finished collective's tensors while it holds the queue lock.
+    The Python dispatcher is disabled too, because it starts collectives with the GIL held: a deadlock if gloo's thread,
+    which holds the queue lock, needs the GIL to free a finished collective's tensors.
     """
     with _disable_current_modes(), _DisablePythonDispatcher():
         yield
@@ -178,7 +178,7 @@ class _WithConstants(Interpreter):
 def without_autocast() -> Generator[None]:
     """Turn autocast off.
 
-    An autocast context would keep its cached casts of weights when nested.
+    A nested autocast context would keep cached casts of weights.
     """
     before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     try:

@@ -6,11 +6,11 @@
     - %mm     gradient  f32[4,2]          aten.mm(%t_1, %x)                  fc.weight
     + %mm     gradient  f32[4,2]  2.0 us  aten.mm(%t_1, %x)                  fc.weight
 
-A plain operator's time is measured, or estimated by the roofline; without known operations or bytes it is free, and
-listed by `unknowns` (`graph/work.py`). On an absent device forward and backward are priced per kernel
+A plain operator's time is measured, or estimated by the roofline; an operator without known flops or bytes is free,
+and listed by `unknowns` (`graph/work.py`). On an absent device forward and backward are priced per kernel
 (`graph/kernels.py`), fused as by Inductor or, if `joins` is false, one operator each. Update operators over lists share
-launches (`graph/update_kinds.py`). Other lines are priced by bytes and links. A collective of the loss function blocks
-compute and is priced over all ranks.
+launches (`graph/update_kinds.py`). Runtime calls are priced by bytes and links. A collective of the loss function
+blocks compute and is priced over all ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster, joins: b
 
 
 def note_work(gm: GraphModule) -> None:
-    """Store the work of plain operators, which is slow to compute; copies of the graph inherit it."""
+    """Store the flops and bytes of plain operators, which are slow to compute; copies of the graph inherit it."""
     for node in gm.graph.nodes:
         if has_info(node) and info(node).work is None and _is_priced_by_work(node):
             update_info(node, work=work(node))
@@ -97,7 +97,7 @@ def _work_of(node: Node) -> OperatorWork | None:
 
 
 def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
-    """Estimate update operators over lists. Measured costs already include shared launches."""
+    """Estimate times, in us, of update operators over lists. Measured times already include shared launches."""
     updates = [n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.UPDATE and _is_priced_by_work(n)]
     works = {node: known for node in updates if (known := _work_of(node)) is not None}
     estimated = {node for node, known in works.items() if known.key not in costs.compute}
@@ -112,7 +112,7 @@ def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
 
 
 def _in_kernels(gm: GraphModule, costs: CostTable, joins: bool) -> dict[Node, float]:
-    """Estimate forward and backward per kernel, on its first operator."""
+    """Estimate forward and backward per kernel, in us; a kernel's first operator gets its time."""
     found = dict.fromkeys((node for node in gm.graph.nodes if has_info(node) and info(node).role in BODY), 0.0)
     for kernel in kernels(gm, joins=joins):
         found[kernel.nodes[0]] = costs.roofline.us(kernel.flops, kernel.touched_bytes, kernel.math_type)
@@ -138,14 +138,14 @@ _EXCHANGES = {
 
 
 def _exchange_kind(node: Node) -> CollectiveKind | None:
-    """Return the collective that prices an exchange of the loss function; None for a wait."""
+    """Return the kind that prices a collective of the loss function; None for a wait."""
     target: Any = node.target
     name = str(node.args[0]) if target is EXCHANGE_OPERATOR else compat.bare_name(target).removesuffix("_coalesced")
     return _EXCHANGES.get(name)
 
 
 def _sent_bytes(node: Node) -> int:
-    """Count the sent bytes, or the received ones of a receiving rank."""
+    """Count the bytes that a rank sends, or receives if it sends none."""
     arguments: Any = node.args
     values = arguments[:1] if node.target is not EXCHANGE_OPERATOR else arguments[1] or arguments[2]
     return sum(value_bytes(value) for value in pytree.tree_leaves(values))

@@ -7,7 +7,7 @@
     - %all_gather_0_int8       collective  u8[32]  25.3 us         all_gather(%payload_0, 2, inter)
     + %all_gather_0_int8       collective  u8[32]  25.3 us @inter  all_gather(%payload_0, 2, inter)
 
-Compressors on the host get the pool's streams, collectives the link of their level, other lines compute
+Compressors on the host get the pool's streams, collectives the link of their level, other lines the compute stream
 (`graph/lines.py`).
 
 On an asynchronous device, a bucket that is compressed or sent in stages runs on the side stream, so that compute does
@@ -52,7 +52,7 @@ def _lines_by_bucket(gm: GraphModule) -> Iterable[Sequence[Node]]:
 
 
 def _go_aside(lines: Sequence[Node]) -> bool:
-    """Return whether a bucket runs on the side stream. Compute waits for the pool in any case."""
+    """Return whether a bucket runs on the side stream; not if it uses the pool, for which compute waits anyway."""
     if not compat.is_accelerator(lines[0].meta["val"].device) or any(node.target is D2H for node in lines):
         return False
     return sum(map(is_collective, lines)) > 1 or any(info(node).role is Role.COMPRESS for node in lines)

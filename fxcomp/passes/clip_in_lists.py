@@ -11,8 +11,8 @@
     - %mul_4                 clip  f32[2]    aten.mul_.Tensor(%view_default, %clamp)
     + %_foreach_mul__tensor  clip  NoneType  aten._foreach_mul_.Tensor([%wait_0], %clamp)
 
-Gradients that are not views of one bucket form a separate list. The last bits differ from a norm of each gradient's
-norm.
+Gradients outside of buckets are themselves items of the lists. The last bits differ from the norm of all gradients'
+norms.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _join_norms(graph: Graph, stack: Node, norms: Sequence[Node]) -> None:
 
 
 def _join_products(graph: Graph, products: Sequence[Node]) -> None:
-    """Multiply whole buckets in place, and other gradients in lists."""
+    """Multiply whole buckets and other gradients in lists, in place if the products were."""
     buckets = dict[Node, None]()
     others: list[Node] = []
     for product in products:

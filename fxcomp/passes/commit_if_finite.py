@@ -6,9 +6,9 @@
     + %finite    commit     b8[]     all_finite([%mean_0])
 
 A non-finite gradient makes the means of all ranks non-finite, so all ranks decide alike without communication. The old
-residual is the new one plus the rank's own decompressed payload minus its bucket, up to rounding; where values are not
-finite, the kernel has left the old one. With a live loss scale, residuals are saved and restored exactly, as are
-payloads summed in place and compressor states.
+residual is the new residual plus the rank's own decompressed payload minus its bucket, up to rounding; for non-finite
+values, the kernel has kept the old residual. A payload summed in place is saved for the roll back. Compressor states,
+and with a live loss scale also residuals, are saved and restored exactly.
 
 order_for_overlap moves the updates after the emitted step's early return.
 """
@@ -78,7 +78,7 @@ def _roll_back(gm: GraphModule, compress: Node) -> None:
 
 
 def _restore(gm: GraphModule, node: Node, state: Node, kind: str) -> None:
-    """Save a state that a node changes in place, to restore it."""
+    """Save a state before `node` changes it in place, and restore it at the end."""
     with gm.graph.inserting_before(node):
         saved = call(gm.graph, SAVE, (state,), _beside(node), name=f"saved_{kind}{slot_text(node)}")
     with gm.graph.inserting_before(gm.graph.output_node()):

@@ -10,10 +10,10 @@
 
 and aten._fused_adamw_([%weight], [%gradient], [%weight_exp_avg], [%weight_exp_avg_sq], [], [%add__tensor], ...).
 
-The operator passes over memory once; `codegen/region_source.py` joins the parameters of a region. A host counter is
-incremented on the host and copied. Updates stay if they exchange momenta, if gradient and parameter differ in layout,
-or in fp16: there small squares underflow in the traced operators but not in the fused one, so results would differ from
-the user's optimizer.
+The operator passes over memory once; `codegen/region_source.py` joins the parameters of a region. A step counter on
+the host is incremented there and copied. Updates stay if they exchange momenta, if gradient and parameter differ in
+layout, or if the parameter is fp16: small squares underflow in the traced operators but not in the fused operator, so
+results would differ from the user's optimizer.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Fusion:
             self._gradient = _gradient_of(update)
 
     def fits(self) -> bool:
-        """Return False if the update is fused already, in fp16, lacks a state, or mixes layouts."""
+        """Return False if the update is fused already, is in fp16, lacks a tensor, or mixes layouts."""
         if any(node.target is self._rule.operator for node in self._nodes):
             return False
         if self._parameter.meta["val"].dtype is torch.float16:
@@ -93,7 +93,7 @@ class _Fusion:
         set_info(fused, self._label)
 
     def _counted(self, counter: Node) -> Any:
-        """Increment the counter. Returns it on the parameter's device."""
+        """Increment the counter. Return it in a list, on the parameter's device."""
         value, device = counter.meta["val"], self._parameter.meta["val"].device
         counted = call(self._graph, _aten.add_.Tensor, (counter, 1), self._label, value=value)
         if value.device == device:

@@ -10,10 +10,10 @@
     + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0, 2, [4, 8], 512, False)
 
 A dense bucket is scaled while packed and summed on the wire: gloo has no mean, and this saves a pass over memory. On an
-accelerator the collective takes the mean, because one operator packs a list and does not scale. An agreement (reduced
-before compression) is a separate stage. Values are copied to the host before a compressor on the cpu, and back after
-it. Compressors take and return fp32, so other gradients are cast, and dense values are cast back before they are sent.
-Each rank lowers its own part, since shards differ; all ranks have the same collectives.
+accelerator the collective takes the mean, because the operator that packs a list does not scale. An agreement
+(values reduced before compression) is a separate stage. Values are copied to the host for a compressor on the CPU, and
+back. Compressors take and return fp32, so other gradients are cast, and dense values are cast back before they are
+sent. Each rank lowers its own part, since shards differ; all ranks have the same collectives.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Lowering:
         self.agreed: Node | None = None
         self.proposal: Node | None = None
         self.sizes: Iterator[int] = iter(())
-        """Bytes of the remaining collectives on rank 0, so that predictions are equal on all ranks."""
+        """Bytes of the remaining collectives, as on rank 0, so that predictions are equal on all ranks."""
         self.stage = 0
         self.names = Counter({self.flat.name: 1, self.done.name: 1})
 
@@ -143,7 +143,7 @@ class _Lowering:
             self.value = self._exchanged(line, self.value, "wait", suffix)
 
     def _exchanged(self, line: BucketLine, sent: Node, arrived: str, suffix: str) -> Node:
-        """Insert a collective and its wait, which begins the next stage. One rank needs neither."""
+        """Insert a collective and its wait, which begins the next stage. A group of one rank needs neither."""
         leg, size = line.send, next(self.sizes)
         if leg.ranks == 1:
             self.stage += 1

@@ -1,4 +1,4 @@
-"""Exchange the optimizer's mean of gradients instead of gradients.
+"""Exchange the optimizer's momentum (its running mean of gradients) instead of gradients.
 
     - %t_3            gradient    f32[2,3]    aten.t(%t_2)                                                        weight
     - %pack_0         pack        f32[6]      pack([%t_3], 1.0)
@@ -13,18 +13,18 @@
     + %mul_tensor     update      f32[2,3]    aten.mul.Tensor(%clamp_default, %add__1)                            weight
     + %copy__default  update      f32[2,3]    aten.copy_(%weight_exp_avg, %mul_tensor)                            weight
 
-A rank sends the mean that its optimizer would compute from the shared mean and its own gradient, in units of the root
-of the second moment. The average over ranks is the next shared mean, which the update reads. The second moment is
-frozen: it grows only with its bias correction, so that its corrected value is constant and the user's optimizer can
-resume at any step. Received values are clamped to the bound that Adam's own update has.
+A rank sends the momentum that its optimizer would compute from the shared momentum and its own gradient, divided by the
+root of the second moment. The average over ranks is the next shared momentum, which the update reads. The second moment
+is frozen: it grows only with its bias correction, so that its corrected value is constant and the user's optimizer can
+resume at any step. Received values are clamped to the bound of Adam's own update.
 
-If an update also uses the gradient, as in Nesterov momentum, it is computed from the means before and after:
+If an update also uses the gradient, as Nesterov's does, the gradient is computed from old and new momentum:
 
     + %mul_tensor_1   update      f32[2,3]    aten.mul.Tensor(%weight_momentum_buffer, %momentum)            weight
     + %sub_tensor     update      f32[2,3]    aten.sub.Tensor(%view_default, %mul_tensor_1)                  weight
     + %copy__default  update      f32[2,3]    aten.copy_(%weight_momentum_buffer, %view_default)             weight
 
-No optimizer state is written before the means arrive, so a skipped step leaves it unchanged.
+Optimizer states are written only after the averages arrive, so a skipped step leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def move_exchange(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 class _Move:
-    """Moves one parameter's exchange from its gradient to its mean."""
+    """Moves one parameter's exchange from its gradient to its momentum."""
 
     def __init__(self, gm: GraphModule, name: str, local: Node, update: Update) -> None:
         self._graph: Graph = gm.graph
@@ -100,13 +100,12 @@ class _Move:
             user.replace_input_with(local, sent)
 
     def _weighed(self, own: _Copies, users: Iterable[Node]) -> Node:
-        """Multiply the gradient by its pack's factor."""
         packs = (pack for user in users for pack in (user, *user.users) if info(pack).role is Role.PACK)
         factor = next((pack.kwargs["factor"] for pack in packs if "factor" in pack.kwargs), None)
         return self._local if factor is None else own.call(_aten.mul.Tensor, self._local, factor)
 
     def _not_counted(self) -> dict[Node, Node]:
-        """Map step counters to their values before this step."""
+        """Map incremented step counters to the counters before this step."""
         nodes = self._update.nodes
         return {n: memory_of(n) for n in nodes if memory_of(n) in self._update.states and name_of(n) == "add"}
 
@@ -138,7 +137,7 @@ class _Move:
         return {node: number for number, node in enumerate(self._graph.nodes)}
 
     def _recover(self, here: _Copies, mean: Node) -> None:
-        """Compute the value entering the mean from the means before and after."""
+        """Compute the value that entered the momentum, given the momentum before and after."""
         moment = self._moment
         last = moment.writes[-1]
         rest: Any = last.args[0]
@@ -153,7 +152,7 @@ class _Move:
             user.replace_input_with(moment.entering, entered)
 
     def _freeze(self, label: NodeInfo) -> Node:
-        """Keep the corrected magnitude constant. Return the mean's divisor."""
+        """Keep the bias-corrected second moment constant. Return the divisor of sent values."""
         magnitude = self._moment.magnitude
         assert magnitude is not None, "there is one to freeze"
         last, kept = magnitude.writes[-1], magnitude.state
@@ -186,7 +185,7 @@ class _Copies:
 
     def __init__(self, graph: Graph, after: Node, label: NodeInfo) -> None:
         self._graph, self.last, self._label = graph, after, label
-        """`last` is the node to insert after."""
+        """`last` is the node after which the next node is inserted."""
         self._made: dict[Node, Node] = {}
 
     def call(self, target: Callable[..., Any], *arguments: Any, **keywords: Any) -> Node:
@@ -195,7 +194,7 @@ class _Copies:
         return self.last
 
     def of(self, node: Node, known: Mapping[Node, Node]) -> Node:
-        """Copy a value of an update with its inputs; `known` replaces some of them."""
+        """Copy an update's node and its inputs, except the nodes that `known` replaces."""
         if node in known:
             return known[node]
         if node.op != "call_function" or info(node).role is not Role.UPDATE:

@@ -8,14 +8,14 @@
     - %wait_0                    wait        f32[4]                     wait(%all_reduce_0)
     - %split_with_sizes_default  unpack      (f32[4])                   aten.split_with_sizes(%wait_0, [4])
 
-1. Compute up to the last gradient of a bucket; pack, compress and start it. Later stages of earlier buckets follow,
-   with the pool's last decompression.
-2. The rest of compute.
-3. Per bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit: all waits,
-   received buffers, the commit, the norm, all updates.
+1. Per bucket: run compute up to its last gradient, pack, compress, and start the first collective. Later stages of
+   earlier buckets follow, with the pool's last decompression.
+2. Run the rest of compute.
+3. Per bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit (`all_finite`):
+   all waits, received buffers, the commit, the norm, all updates.
 
 The order depends only on the plan's schedule, so all ranks start collectives in the same order; buffers are broadcast
-before or after all of them, as agreed. Updates write parameters in place, so they follow all compute.
+before or after all buckets, as agreed. Updates write parameters in place, so they follow all compute.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _all_results(node: Node, results: Mapping[Node, list[Node]]) -> Iterator[Nod
 
 
 def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[Node]:
-    """Yield the body, with the buckets' stages after the plan's regions."""
+    """Yield the body, and after each region the stages that the plan's schedule starts there."""
     stages: dict[tuple[int, int], list[Node]] = {}
     for node in nodes:
         label = info(node)
@@ -107,7 +107,7 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
             stages.setdefault((label.bucket, label.stage), []).append(node)
 
     place = {node: i for i, node in enumerate(body)}
-    ends = [_buffers_leave(body, nodes)]  # then the place after each bucket's last gradient
+    ends = [_buffers_leave(body, nodes)]  # followed by the index after each bucket's last gradient
     for number in range(len(plan.buckets)):
         names = plan.buckets[number].names
         last = max((place[n] for n in body if info(n).role in _LOCAL and info(n).parameter in names), default=-1)
@@ -126,20 +126,19 @@ def _launch_during(body: list[Node], nodes: list[Node], plan: Plan) -> Iterable[
 
 
 def _starts_early(node: Node, strategy: Strategy) -> bool:
-    """Return whether a line precedes the last collective that the main thread waits for."""
+    """Return whether a line runs during compute, before the main thread waits for the bucket's last result."""
     stage, is_final = info(node).stage, info(node).stage == len(strategy.collectives)
     return stage < strategy.started_stages and not (is_final and node.target in (H2D, CAST))
 
 
 def _buffers_leave(body: list[Node], nodes: list[Node]) -> int:
-    """Return the first place for buckets: after an early broadcast of buffers."""
+    """Return the first index in `body` at which stages may start: after an early broadcast of buffers."""
     if not any(info(node).leaves_early for node in nodes):
         return 0
     return max((i + 1 for i, node in enumerate(body) if info(node).role is Role.COLLECTIVE), default=0)
 
 
 def _updates_by_bucket(updates: list[Node], plan: Plan) -> dict[int, list[Node]]:
-    """Group updates by the bucket that completes their gradients."""
     bucket_of = {name: number for number, bucket in enumerate(plan.buckets) for name in bucket.names}
     found: dict[int, list[Node]] = {}
     for node in updates:

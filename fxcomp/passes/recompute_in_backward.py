@@ -5,8 +5,8 @@
     + %mul_3                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %silu_again)
       %mul_4                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %mm_1)
 
-Runs where Inductor compiles regions: an elementwise operator costs about as much as reading its result. Inductor does
-the same only inside a region.
+Runs where Inductor compiles regions, because there an elementwise operator costs about as much as reading its result.
+Inductor does the same only inside a region.
 
 A value is recomputed if
 
@@ -52,7 +52,7 @@ def recompute_in_backward(gm: GraphModule, devices: Collection[str]) -> GraphMod
 
 
 class _Recomputation:
-    """The values that backward recomputes."""
+    """The values that backward recomputes. Nodes from index `turn` on follow the loss."""
 
     def __init__(self, nodes: Sequence[Node], turn: int) -> None:
         self.turn = turn
@@ -65,14 +65,13 @@ class _Recomputation:
         for node in nodes[:turn]:
             self._views.setdefault(memory_of(node), []).append(node)
         self._users = {node: [user for user in node.users if self._place[user] >= turn] for node in nodes[:turn]}
-        """Users of each node after forward."""
         self._readers = {value: list(self._readers_of(value)) for value in self._views}
-        """Readers of each value or its views after forward."""
+        """Nodes after forward that read each value, possibly through views."""
         self._copies: dict[Node, Node] = {}
         """Copies of recomputed values, and of their views."""
 
     def operators_for(self, value: Node) -> Sequence[Node] | None:
-        """Return the operators that recompute a value when backward first reads it; None if it stays."""
+        """Return the operators that recompute a value when backward first reads it; None to keep it."""
         readers = self._readers.get(value)
         if not readers or not _is_elementwise(value) or not all(map(_reads_elementwise, readers)):
             return None
@@ -107,7 +106,7 @@ class _Recomputation:
                 user.replace_input_with(node, own[node])
 
     def _is_there(self, node: Node, first: int) -> bool:
-        """Return whether backward can read a value at a place without keeping it longer."""
+        """Return whether backward can read a value at index `first` without keeping it longer."""
         if node.op in ("placeholder", "get_attr"):
             return node not in self._written
         if not isinstance(node.meta.get("val"), Tensor):
@@ -141,7 +140,7 @@ _CAST = torch.ops.aten._to_copy.default  # pyright: ignore[reportPrivateUsage]
 
 
 def _is_elementwise(node: Node) -> bool:
-    """Return whether Inductor computes a value inside its readers."""
+    """Return whether Inductor computes a value inside its readers' kernels."""
     target: Any = node.target
     if not compat.is_operator(target) or info(node).role is not Role.COMPUTE:
         return False

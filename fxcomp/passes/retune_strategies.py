@@ -8,7 +8,7 @@
     + %payload_0          compress    u8[16]                       %compress_0[0]
     + %all_gather_0_topk  collective  u8[32]                       all_gather(%payload_0, 2, world)
 
-Sizes, cuts and the order of payloads follow. Other changes of a plan (`Plan.differs_in_parameters_only`) need all
+Sizes, cuts and the order of payloads change too. Other changes of a plan (`Plan.differs_in_parameters_only`) need all
 passes.
 """
 

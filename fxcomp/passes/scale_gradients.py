@@ -1,15 +1,15 @@
-"""Multiply gradients by a live factor while they are packed.
+"""Multiply gradients by a factor, a graph input, while they are packed.
 
     + %factor  input  f32[]    factor
     - %pack_0  pack   f32[12]  pack([%sum_1, %mm], 1.0)
     + %pack_0  pack   f32[12]  pack([%sum_1, %mm], 1.0, factor=%factor)
 
-Residuals are then in units of the mean gradient. Sums are multiplied before they are rounded, since they may overflow
-fp16. A single rank has no packs and multiplies each gradient:
+Residuals are then in units of the mean gradient. Sums over micro-batches may overflow fp16, so they are multiplied
+before they are rounded. A single rank has no packs and multiplies each gradient:
 
     + %scaled    gradient  f32[4]    aten.mul.Tensor(%sum_1, %factor)  fc.bias
 
-For a loss with a count, the gradients' weight is multiplied instead.
+If the loss has a count, its %share is multiplied by the factor instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxcomp.graph.info import InputKind, NodeInfo, Role, Source, info
 
 def scale_gradients(gm: GraphModule, micro_batches: int) -> GraphModule:
     local = gradients(gm)
-    # A factor takes the mean over micro-batches, unless the loss has a count, and undoes a scale.
+    # The factor divides by the loss scale and, unless the loss has a count, by the number of micro-batches.
     is_scaled = has_scale(gm) or (micro_batches > 1 and count_of(gm) is None)
     if not is_scaled or not local:
         return gm

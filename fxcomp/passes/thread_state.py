@@ -16,7 +16,7 @@ A state that is the payload summed over ranks:
 
     + %next_state_0  keep  f32[12]  keep(%state_0, %payloads_0)
 
-Emitted code lets a fused kernel replace both in place.
+In emitted code a fused kernel replaces residuals and states in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _needs_one(compressor: Compressor) -> bool:
 
 
 def thread_state(gm: GraphModule, surrounds: Callable[[Compressor], bool] = _needs_one) -> GraphModule:
-    """Add residuals for the compressors that `surrounds` selects, and states."""
+    """Add residuals for compressors that `surrounds` selects, and states for compressors with state."""
     carried: list[Node] = []
     for node in [n for n in gm.graph.nodes if _compresses(n)]:
         compressor = compressor_at(node)
@@ -91,7 +91,7 @@ def _thread_state(gm: GraphModule, compress: Node, compressor: Compressor) -> No
 
 
 def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
-    """Keep the state before decompression, whose readers may use it."""
+    """Insert `keep`: the payloads, or the old state where they are not finite."""
     payloads, known = decompress.args[0], info(decompress)
     label = NodeInfo(Role.KEEP, bucket=known.bucket, stage=known.stage, slot=known.slot)
     with gm.graph.inserting_before(decompress):

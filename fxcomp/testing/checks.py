@@ -1,6 +1,6 @@
 """Check properties of every compressor. Checks raise AssertionError with the observed values.
 
-The suite takes seconds per compressor, most of them for five million values.
+The suite takes seconds per compressor.
 """
 
 from __future__ import annotations
@@ -117,4 +117,4 @@ CHECKS: dict[str, Callable[[Compressor], None]] = {
         wrong_tensors_are_refused,
     )
 }
-"""All checks by name, for test suites that run them one by one."""
+"""All checks, by name."""

@@ -17,13 +17,13 @@ from fxcomp.testing.samples import gaussian, heavy
 DRAWS = 200
 
 _LARGEST_T = 5.1
-"""Exceeded by Student's t (199 degrees of freedom) with probability 8e-7, two-sided."""
+"""Maximum |t|, exceeded by Student's t (199 degrees of freedom) with probability 8e-7, two-sided."""
 
 _LARGEST_EXCESS = 3.0
-"""Maximum variance, relative to independent errors; 200 draws estimate it to 10 %."""
+"""Maximum ratio of the variance to the variance of independent errors; 200 draws estimate it to 10 %."""
 
 _LARGEST_EXCESS_OF_PLACES = 24.0
-"""Maximum if positions are drawn, which may come in runs, e.g. of 16."""
+"""Maximum ratio for compressors that draw positions, possibly in runs, e.g. of 16."""
 
 
 def has_stream(compressor: Compressor) -> bool:
@@ -31,8 +31,8 @@ def has_stream(compressor: Compressor) -> bool:
 
 
 def state_starts_as_it_should(compressor: Compressor) -> None:
-    """Check that a key and a rank determine the state. Streams differ between parameters, and between ranks unless
-    decoding draws from them again.
+    """Check that key and rank determine the first state. Random streams must differ between parameters, and between
+    ranks unless all ranks repeat the draws to decode.
     """
     if not compressor.has_state:
         return
@@ -52,7 +52,7 @@ def state_starts_as_it_should(compressor: Compressor) -> None:
 
 
 def streams_move_on(compressor: Compressor) -> None:
-    """Check that each step changes the state, and the payload too if it depends on the key."""
+    """Check that each step changes the state, and that payloads vary over steps if they vary with the seed."""
     if not has_stream(compressor):
         return
     segments = (70_000, 513)
@@ -77,11 +77,10 @@ def streams_move_on(compressor: Compressor) -> None:
 def mean_is_unbiased(compressor: Compressor) -> None:
     """Check that the mean error of 200 draws is zero along five directions; a correct compressor fails with p < 1e-4.
 
-    In each direction the 200 projections of the error are independent draws; their mean over its standard error
-    follows Student's t with 199 degrees of freedom, beyond 5.1 with probability 8e-7 (two-sided).
+    In each direction, the mean of the 200 projections over its standard error follows Student's t.
 
-    The projections' variance is compared with the variance of independent errors, because errors drawn together, such
-    as with one u for a block, do not average out over values.
+    The projections' variance is compared with the variance of independent errors, because errors that share a draw,
+    such as one random number for a block, do not average out over values.
 
     A factor 1 + b on all values is detected from about |b| = 5.1 sqrt(w / (200 n)), where w is the relative squared
     error and n = 70,000. Measured: 0.2 % with int2(stochastic=true), 0.002 % with int8(stochastic=true).
@@ -107,7 +106,7 @@ def mean_is_unbiased(compressor: Compressor) -> None:
 
 
 class _DrawErrors:
-    """Sums over draws: errors and squares by value, projections by direction."""
+    """Errors over draws: sum and sum of squares per value, projections per direction."""
 
     def __init__(self, segments: Sequence[int], bucket: Tensor) -> None:
         self.segments = list(segments)
@@ -142,7 +141,7 @@ def _directions(values: Tensor) -> Tensor:
 
 
 def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return t and relative variance by direction. fp32's rounding error is the minimum deviation."""
+    """Return t and relative variance per direction. Standard deviations are at least fp32's rounding error."""
     least = 1e-7 * (directions.square().sum(dim=1) * values.square().sum()).sqrt()
     spread = projections.std(dim=0)
     t = projections.mean(dim=0) / (spread / DRAWS**0.5).clamp_min(least)
@@ -151,7 +150,7 @@ def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, varia
 
 
 def errors_of_ranks_average_out(compressor: Compressor) -> None:
-    """Check with four equal buckets that the squared sum of errors is the sum of their squares.
+    """Check with four equal buckets that the squared sum of errors is the sum of squared errors.
 
     Identical errors would give four times as much. Over 70,000 values the estimate is right to 2 %.
     """

@@ -57,7 +57,7 @@ def compare_with_reference(bound: Compressor, bucket: Tensor, segments: Sequence
 
 
 def second_step(bound: Compressor, bucket: Tensor, segments: Sequence[int], *, feedback: bool) -> list[Tensor]:
-    """Compress `bucket` after another one. Return payload, decoded mean, agreed values, residual and state."""
+    """Compress `bucket` after another bucket. Return payload, decoded mean, agreed values, residual and state."""
     [replica] = replicas_of(bound, segments, feedback=feedback)
     if replica.state is not None:
         average(bound, [gaussian(sum(segments), 5)], [replica], segments)
@@ -105,7 +105,6 @@ def assert_close(actual: Tensor, expected: Tensor, relative: float, where: str) 
 
 
 def kernels_give_the_bits_of_the_reference(compressor: Compressor) -> None:
-    """Check payload, residual, state and decoded values on every sample."""
     bound = compressor.bound_to((), 1)
     for segments in segments_to_try(compressor):
         for name, sample in SAMPLES.items():

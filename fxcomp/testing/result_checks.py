@@ -25,7 +25,7 @@ from fxcomp.testing.samples import (
 
 
 def payload_and_residual_add_up(compressor: Compressor) -> None:
-    """Check v = decompress(payload) + new residual, with and without kernels."""
+    """Check that decompress(payload) + new residual = bucket + old residual."""
     if not may_feed_back(compressor):
         return
     for segments in segments_to_try(compressor):
@@ -34,7 +34,7 @@ def payload_and_residual_add_up(compressor: Compressor) -> None:
 
 
 def large_segments_come_out_whole(compressor: Compressor) -> None:
-    """Check up to five million values: v = decompress(payload) + new residual, or unbiased first and last values."""
+    """Check up to 5,000,000 values: payload and residual add up, or an unbiased compressor's errors average out."""
     for segments in LARGE_SEGMENTS:
         if may_feed_back(compressor):
             _check_sum(compressor, segments, "ascending")
@@ -55,7 +55,7 @@ def _check_sum(compressor: Compressor, segments: Sequence[int], name: str) -> No
 
 
 def _check_ends(compressor: Compressor, segments: Sequence[int]) -> None:
-    """Compare the means of the first and last values with their standard error."""
+    """Check that errors average out over the first and the last tenth of each segment."""
     bucket = gaussian(sum(segments))
     decoded = average(compressor, [bucket], replicas_of(compressor, segments, feedback=False), segments)
     for piece, mean in zip(torch.split(bucket, list(segments)), torch.split(decoded, list(segments)), strict=True):
@@ -72,7 +72,7 @@ def errors_telescope(compressor: Compressor) -> None:
     """Check that sent values plus the residual are the sum of the gradients, over 24 steps."""
     if not may_feed_back(compressor):
         return
-    ranks = 1 if compressor.is_linear and compressor.payload_dtype.itemsize == 2 else 2  # payload sums round too
+    ranks = 1 if compressor.is_linear and compressor.payload_dtype.itemsize == 2 else 2  # 16-bit sums round too
     error = telescoping_error(compressor, (70_000, 513, 5), ranks=ranks)
     assert error < 1e-6 * (10 if compressor.facts.needs_whole_parameters else 1), f"relative error {error:.1e}"
 
@@ -92,7 +92,7 @@ def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: in
 
 
 def feedback_is_stable(compressor: Compressor) -> None:
-    """Check that the mean relative error ω is at most 1, so that residuals stay bounded."""
+    """Check that the mean relative squared error ω is at most 1, so that residuals stay bounded."""
     if not may_feed_back(compressor):
         return
     for name, values in (("gaussian", gaussian(65_536)), ("laplace", laplace(65_536)), ("heavy", heavy(65_536))):
@@ -135,7 +135,7 @@ def segments_do_not_mix(compressor: Compressor) -> None:
 
 
 def every_rank_decodes_the_mean(compressor: Compressor) -> None:
-    """Check the mean in rank order: bitwise if payloads are gathered, up to rounding if summed."""
+    """Check the mean of gathered payloads bitwise, in rank order, and the error of equal buckets on three ranks."""
     segments, ranks = (1000, 66_000, 9), 3
     bound = compressor.bound_to((), ranks)
     buckets = [gaussian(sum(segments), seed) for seed in range(ranks)]
@@ -157,7 +157,7 @@ def every_rank_decodes_the_mean(compressor: Compressor) -> None:
 
 
 def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -> None:
-    """Check that NaN and infinity show in their own segment only, and leave the residual of their values unchanged."""
+    """Check that NaN or infinity makes only its segment non-finite, and leaves its residual unchanged."""
     segments, ranks = (1000, 66_000, 40), 2
     for name in NOT_FINITE:
         bad = SAMPLES[name](66_000)
@@ -182,7 +182,7 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """Check that a non-finite bucket + residual shows in its own segment only, and leaves its residual unchanged."""
+    """Check that a non-finite bucket + residual makes only its segment non-finite, and keeps its residual."""
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700
@@ -202,7 +202,7 @@ def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
 
 
 def finite_values_leave_a_finite_residual(compressor: Compressor) -> None:
-    """Check that residuals stay finite for values up to fp32's largest, and sums above it."""
+    """Check that residuals stay finite for values up to fp32's largest, even if bucket + residual exceeds it."""
     if not may_feed_back(compressor):
         return
     for segments in ((1,), (600, 0, 41, 2600)):

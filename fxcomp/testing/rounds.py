@@ -1,4 +1,4 @@
-"""Simulate rounds of compression of several ranks in one process."""
+"""Simulate compressed averaging over several ranks in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxcomp.compressors.randomness import key_of
 
 @dataclass(slots=True)
 class Replica:
-    """State of one rank."""
+    """Residual and compressor state of one rank."""
 
     residual: Tensor | None
     state: Tensor | None
@@ -24,7 +24,6 @@ class Replica:
 def replicas_of(
     compressor: Compressor, segments: Sequence[int], ranks: int = 1, *, feedback: bool, seed: int = 0
 ) -> list[Replica]:
-    """Return replicas before their first step."""
     return [
         Replica(
             torch.zeros(sum(segments)) if feedback else None, fresh_state(compressor, segments, rank=rank, seed=seed)
@@ -34,7 +33,7 @@ def replicas_of(
 
 
 def fresh_state(compressor: Compressor, segments: Sequence[int], *, rank: int = 0, seed: int = 0) -> Tensor | None:
-    """Return a bucket's state, with parameters named by index."""
+    """Return a bucket's first state, or None. Each parameter's key is made from its index."""
     if not compressor.has_state:
         return None
     owners = [compressor.of_segment(place) for place in range(len(segments))]
@@ -71,7 +70,7 @@ def average(
 
 @dataclass(slots=True)
 class Shard:
-    """Part of a bucket, with its encoders' states."""
+    """Part of a bucket that one rank averages, with the states of its encoders."""
 
     segments: tuple[int, ...]
     workers: list[Replica]
@@ -89,7 +88,7 @@ def shards_of(
     owner_feedback: bool = True,
     seed: int = 0,
 ) -> list[Shard]:
-    """Return each rank's shard with new states. `first` encodes gradients, with error feedback; `second` the mean."""
+    """Return each rank's shard with new states. `first` encodes gradients with error feedback, `second` the mean."""
     ranks = len(borders) - 1
     found: list[Shard] = []
     for number, (low, high) in enumerate(pairwise(borders)):
@@ -107,7 +106,7 @@ def average_in_two_shots(
     """Return the mean, compressed twice. Residuals and states of `shards` are updated.
 
     Every rank encodes each shard separately with `first`. The shard's owner decodes, averages in rank order, and
-    encodes the mean with `second`. All ranks decode the result.
+    encodes the mean with `second`.
     """
     sizes = [sum(shard.segments) for shard in shards]
     decoded: list[Tensor] = []
