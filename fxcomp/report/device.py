@@ -20,7 +20,7 @@ class StepOnDevice:
     host_us: float
     """Host time to launch the kernels."""
     memory: Mapping[str, float]
-    """Bytes by part, at the peak."""
+    """Bytes at the peak, by use."""
 
     @property
     def kernels(self) -> int:

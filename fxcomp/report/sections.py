@@ -47,7 +47,7 @@ class Tone(Enum):
     COMPRESS = "compress"
     DENSE = "dense"
     GIVEN = "given"
-    """The plan was not chosen by this comparison."""
+    """The search did not choose this plan."""
 
 
 @dataclass(frozen=True, slots=True)

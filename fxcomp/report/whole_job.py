@@ -22,7 +22,7 @@ class WholeJob:
     """Predicted time and bytes of a whole job, and of the same job with a dense plan."""
 
     stretches: Sequence[Stretch]
-    """Consecutive steps with one plan: warm-up stages, then the rest."""
+    """Runs of steps with one plan: warm-up stages, then the rest."""
     sent_bytes: Sequence[float]
     """Bytes that a rank sends per step, by stretch."""
     dense_step_us: float

@@ -2,7 +2,7 @@
 
 Below that bandwidth B, compressing an exposed bucket is faster than sending it dense:
 
-    saved(B) = dense(n) - compressed(n / r) - c n          µs for n bytes; formulas of collectives give the first two
+    saved(B) = dense(n) - compressed(n / r) - c n         µs for n bytes; collectives' formulas give the first two terms
 
 r is dense bytes per byte sent, c the compressor's µs per dense byte. saved is linear in 1/B: it has at most one root.
 """
@@ -32,7 +32,7 @@ Between = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Dense bytes per byte sent, and µs per dense byte for encoding and decoding."""
+    """Formula parameters: `rate` in dense bytes per byte sent, `us_per_byte` in compressor µs per dense byte."""
 
     rate: float
     us_per_byte: float
@@ -65,7 +65,7 @@ def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> 
 
 
 def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[tuple[str, str]]:
-    """Return each collective's name and the price of its largest use, as formula and numbers."""
+    """Return each collective's name, and its largest transfer's price as a formula with numbers."""
     largest: dict[Collective, tuple[int, int]] = {}
     for number, bucket in enumerate(plan.buckets):
         for line in sent_by(bucket, cluster, shapes):

@@ -1,4 +1,4 @@
-"""Exchange JSON data between all ranks through the store, with a timeout, so that no rank hangs.
+"""Exchange JSON data between all ranks through torch's store, with a timeout, so that no rank hangs.
 
 A topic is a point that all ranks reach in the same order. Each rank writes its answer to a key:
 

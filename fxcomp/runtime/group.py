@@ -131,7 +131,7 @@ class UnderWay:
 
     group: Group
     handles: list[tuple[int | None, Any]] | None
-    """torch works in flight, each with the peer rank of a send or receive. None after the group's `give_up`."""
+    """torch Work objects, each with the peer rank of a send or receive. None after the group's `give_up`."""
     finish: Callable[[], object] | None = None
 
     def add(self, rank: int, work: Any) -> None:

@@ -43,7 +43,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 @dataclass(slots=True)
 class Rider:
     differs: Callable[[str, int], object]
-    """Called with the level at which digests differ, and the delay in steps."""
+    """Called with the level at which digests differ, and the check's delay in steps."""
     digest: int = 0
     carriers: frozenset[str] = frozenset()
     """Names of the running program's launches that send the digest."""

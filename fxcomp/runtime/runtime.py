@@ -162,8 +162,8 @@ class Runtime:
     ) -> Flight | Future[Flight]:
         """Start a collective without waiting for it.
 
-        `cut` is each rank's elements (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast. `how`
-        is the reduction of an all_reduce: sum, avg or max.
+        `cut` is each rank's element count (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast.
+        `how` is the reduction of an all_reduce: sum, avg or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
