@@ -1,1 +1,1 @@
-"""Explain a step: the explanation as data, and one file per format."""
+"""The explanation of a step as data, and one file per format."""

@@ -13,13 +13,13 @@ LENGTHS = (1, 2, 4, 8, 16)
 """Numbers of micro-batches compared with the current one."""
 
 SHOWN_FROM = 1.25
-"""Minimum ratio of the dense step to the step without communication (assumed)."""
+"""Minimum ratio of the dense step to the step without communication, for a table (assumed)."""
 
 
 def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
     """Return (micro-batches, time of the best dense plan, time of this plan), in µs per micro-batch.
 
-    Return an empty list if communication hardly matters.
+    Empty if communication hardly matters.
     """
     choice, workload, costs = explanation.choice, explanation.workload, explanation.costs
     asked = explanation.micro_batches

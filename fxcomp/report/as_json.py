@@ -1,4 +1,4 @@
-"""The report as JSON data."""
+"""Convert the report to JSON data, with times in ms."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from fxcomp.report.whole_job import moved_json
 from fxcomp.report.wire_arithmetic import formula_lines
 
 SCHEMA = 1
-"""Version of `report.schema.json`. Added keys do not change it."""
+"""Version of `report.schema.json`. Adding keys does not change the version."""
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """Convert to JSON; times in ms."""
     plan, choice, cluster = explanation.plan, explanation.choice, explanation.cluster
     waits, bound_us = exposed_by_bucket(explanation.timeline), explanation.bound_us
     return {
@@ -96,7 +95,7 @@ def _timeline(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _runners(explanation: Explanation) -> list[dict[str, Any]]:
-    """List the plans that may race; `wins` is the fraction of draws in which one beats dense."""
+    """List the plans that may race; `wins` is the fraction of random cost errors under which the plan beats dense."""
     runners = explanation.choice.runners if explanation.choice else ()
     return [
         {"name": each.name, "step_ms": each.step_us / 1e3, "wins": each.wins, "loss": each.loss} for each in runners

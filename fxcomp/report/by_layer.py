@@ -1,4 +1,4 @@
-"""Attribute a plan's error to layers: strategy, size, error and saving on the wire.
+"""List strategy, bytes, error and saved wire time of a plan by layer.
 
     spent = squares * error                     of a gradient or part, as a fraction of all gradients' squares
     saved = dense wire time - wire time         of a bucket, distributed over its gradients by elements
@@ -29,7 +29,7 @@ class Row:
     names: tuple[str, ...]
     buckets: tuple[int, ...]
     strategies: tuple[Strategy, ...]
-    """Strategies of the row; a layer has one."""
+    """A layer has one strategy, a gradient may have several."""
     is_pinned: bool
     dense_bytes: int
     sent_bytes: float
@@ -115,7 +115,7 @@ def _wire_us(bucket: Bucket, explanation: Explanation) -> float:
 
 _FEW, _MOST_LAYERS = 8, 24
 _SMALL = 0.01  # fraction of squares and of saved time below which a layer without error has no row
-_SPENT = 0.0005  # fraction of the budget that counts as no error
+_SPENT = 0.0005  # fraction of the budget up to which an error counts as none
 _SHARES = "Shares of the gradient's squares and of the budget, and ms on the wire saved over dense."
 
 

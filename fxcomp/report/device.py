@@ -1,4 +1,4 @@
-"""Report on a step on an absent GPU: kernels, host time, memory, precision, advice."""
+"""Report an estimated step on an absent GPU: kernels, host time, memory, precision, advice."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from fxcomp.report.document import Block, Table, decimals, mb, ms
 
 @dataclass(frozen=True, slots=True)
 class StepOnDevice:
-    """One way to run the step."""
+    """The step under one plan, or in eager DDP."""
 
     name: str
     launches: Mapping[str, int]
     """Numbers of kernels by kind of work, without collectives."""
     kernels_us: float
-    """Device time in kernels."""
     host_us: float
     """Host time to launch the kernels."""
     memory: Mapping[str, float]
-    """Bytes by part, at the peak."""
+    """Bytes at the peak, by use."""
 
     @property
     def kernels(self) -> int:
@@ -39,7 +38,7 @@ class DeviceUse:
     memory_bytes: int
     steps: Sequence[StepOnDevice]
     products: Mapping[str, float]
-    """Fraction of matrix products' operations, by number type."""
+    """Fraction of the operations of matrix products, by dtype."""
     attention: Mapping[str, int]
     """Calls of fused attention, by kernel."""
     advice: Sequence[str]

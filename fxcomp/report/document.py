@@ -1,6 +1,6 @@
-"""Sections of sentences, tables, and timelines, independent of the format.
+"""Report sections of sentences, tables, and timelines, for all formats.
 
-Quantities, strategies and lists of gradients become text here, so that all formats agree.
+This file formats quantities, strategies and lists of gradients, so that all formats agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fxcomp.plan.strategy import Device, Strategy
 
 
 def decimals(step_us: float) -> int:
-    """Return the decimals that give a step time in ms about four digits."""
+    """Return the number of decimals that gives a step time in ms about four digits."""
     return 1 if step_us >= 100e3 else 2 if step_us >= 10e3 else 3
 
 
@@ -48,7 +48,7 @@ def members(names: Sequence[str]) -> str:
 
 
 def in_types(types: Mapping[str, ElementType]) -> str:
-    """Return gradients' types, the most frequent first; empty for fp32."""
+    """Format the types of gradients, the most frequent first; empty if all are fp32."""
     counts = Counter(types.values())
     if counts.keys() <= {ElementType.F32}:
         return ""
@@ -57,21 +57,20 @@ def in_types(types: Mapping[str, ElementType]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows below column names; without names, pairs of name and sentence."""
+    """Rows below column names. If `names` is empty, each row is a name and a sentence."""
 
     names: Sequence[str]
     rows: Sequence[Sequence[str]]
     text: Collection[str] = ("",)
-    """Text columns, aligned left and folded."""
+    """Names of text columns, which are aligned left and wrapped."""
     optional: Collection[str] = ()
-    """Columns omitted in narrow output."""
+    """Names of columns omitted in narrow output."""
 
 
 Timelines = Sequence[tuple[str, Timeline]]
-"""Steps by name, drawn on one scale."""
+"""(name, timeline) of steps drawn on one scale."""
 
 Block = str | Table | Timelines
-"""A string has one or more sentences."""
 
 
 @dataclass(frozen=True, slots=True)

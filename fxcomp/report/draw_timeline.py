@@ -18,7 +18,7 @@ _LABEL = 11  # columns before a timeline's first character
 
 
 def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[str]:
-    """Draw timelines on one scale, and the last one enlarged if it fills less than half of it."""
+    """Draw timelines on one scale. Enlarge the last one if it fills less than half of the scale."""
     scale_us = max(timeline.step_time_us for _, timeline in named)
     name, last = named[-1]
     lines: list[str] = []
@@ -31,7 +31,6 @@ def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[st
 
 
 def draw_timeline(timeline: Timeline, width: int) -> list[str]:
-    """Draw the busy streams and the time axis."""
     return [*_rows(timeline, width, timeline.step_time_us), _axis(timeline.step_time_us, width)]
 
 
@@ -65,7 +64,7 @@ def _busy(timeline: Timeline) -> list[Stream]:
 
 
 def _row(timeline: Timeline, stream: Stream, cells: int) -> str:
-    """Return a character per cell (interval), for its longest task. Compute must fill half of a cell."""
+    """Return a mark per cell (time interval): the mark with most time in it. Compute must fill half of a cell."""
     cell_us = timeline.step_time_us / cells
     filled: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in timeline.spans:

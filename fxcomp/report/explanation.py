@@ -36,7 +36,7 @@ from fxcomp.search.plan_tasks import plan_tasks
 from fxcomp.search.workload import Workload
 
 _NAMES = {
-    # Tasks of graphs are called proposal and mean where the search has propose and decompress.
+    # Tasks that the search names propose and decompress are named proposal and mean in graphs.
     "compute": ("region", "arrive", "backward", "update", "finish", "feed", "hand"),
     "compression": ("propose", "proposal", "compress", "next", "decompress", "mean"),
     "exchanges": ("exchange",),  # the loss function's own collectives
@@ -45,19 +45,19 @@ _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 
 
 def kind_of(task: str) -> str:
-    """Return the kind of work of a compute task; packing includes starting collectives."""
+    """Return the kind of work of a task on the compute stream; packing includes starting collectives."""
     return _KINDS.get(re.split(r"[ _]", task)[0], "packing")
 
 
 def bucket_of(task: str) -> int | None:
-    """Return 3 for `all_reduce 3`, `all_gather (2) 3`, `start all_gather_3_intra` and `d2h_3`."""
+    """Return the bucket index, 3, of `all_reduce 3`, `all_gather (2) 3`, `start all_gather_3_intra` and `d2h_3`."""
     match = re.search(r"(?<![A-Za-z\d(])\d+", task)
     return int(match[0]) if match else None
 
 
 def parts_us(timeline: Timeline) -> dict[str, float]:
-    """Split the step, in µs, into compute, packing, compression, the loss function's exchanges, contention with the
-    network's software, exposed communication, and the host's excess over all of these.
+    """Split a step, in µs, into compute, packing, compression, the loss function's collectives, contention with the
+    network's software, exposed communication, and host time after the end of all other work.
     """
     parts: dict[str, float] = {"compute": 0.0, "packing": 0.0, "compression": 0.0}
     for span in timeline.spans:
@@ -69,7 +69,7 @@ def parts_us(timeline: Timeline) -> dict[str, float]:
 
 
 def exposed_by_bucket(timeline: Timeline) -> dict[int | None, float]:
-    """Split the exposed time, in µs, by the awaited bucket; None is the broadcast of buffers."""
+    """Split the exposed time, in µs, by the awaited bucket; key None is the broadcast of buffers."""
     waits: dict[int | None, float] = {}
     for name, us in exposed_by_task(timeline).items():
         bucket = bucket_of(name)
@@ -94,7 +94,7 @@ _MOST = 8
 
 
 def moves_section(moves: Sequence[PlanMove]) -> Section:
-    """List the last changes, and the total change of error and predicted step."""
+    """List the plan's last changes, and the total change of its error and predicted step time."""
     digits = decimals(max(max(move.step_us) for move in moves))
     why = "reason, and changes"
     rows = [
@@ -154,17 +154,17 @@ class Explanation:
     """Comparison of plans; None if nothing was compared."""
     mode: str = ""
     flip_gbit: float | None = None
-    """Bandwidth between hosts, in Gbit/s, at which the verdict changes, if any."""
+    """Bandwidth between hosts, in Gbit/s, at which compression begins or ceases to pay; None if there is none."""
     notes: Sequence[str] = ()
     measured_ms: float = math.nan
     exposed_ms: float = math.nan
-    """Measured time in which the device waits for the network."""
+    """Measured exposed communication, in ms; NaN if unknown."""
     unknowns: Unknowns = NO_UNKNOWNS
     """Operators with unknown or inexact prices."""
     raced: Raced | None = None
     """Last race of the running job."""
     is_racing: bool = False
-    """True if plans are racing and this one has its turn."""
+    """True if plans are racing, and the running steps use this plan."""
     budget: Budget | None = None
     """Error budget that replaces the mode's limit."""
     micro_batches: int = 1
@@ -172,15 +172,14 @@ class Explanation:
     moves: Sequence[PlanMove] = ()
     """Changes of the plan since the choice, caused by measured errors."""
     stages: Mapping[int, Plan] = field(default_factory=dict[int, Plan])
-    """Plans of the warm-up and the lasting plan, by first step; empty for one plan."""
+    """Plans of the warm-up, then the lasting plan, by first step; empty if there is no warm-up."""
     steps: int | None = None
-    """Length of the job, if known."""
+    """Number of steps of the job, if known."""
     device: DeviceUse | None = None
-    """Kernels and memory on a named device."""
+    """Estimated kernels and memory on a named device."""
     measured: Mapping[int, Timeline] = field(default_factory=dict[int, Timeline])
-    """Measured timelines by step number."""
     batch: str = ""
-    """Type of the batches that all times refer to, if known."""
+    """Shapes and types of the batch that all times refer to; empty if unknown."""
 
     @property
     def step_us(self) -> float:
@@ -202,12 +201,12 @@ class Explanation:
 
     @property
     def is_chosen(self) -> bool:
-        """True if the search chose the plan in force."""
+        """True if the search chose this plan."""
         return self.choice is not None and self.choice.plan == self.plan
 
     @property
     def has_won(self) -> bool:
-        """True if the plan won a race."""
+        """True if the plan won the last race."""
         return self.raced is not None and not self.is_racing and self.raced.stays.plan == self.plan
 
     @property
@@ -216,7 +215,7 @@ class Explanation:
         return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
 
     def short(self, strategy: Strategy) -> str:
-        """Return a short name, with this machine's devices."""
+        """Return a strategy's short name, with this machine's device names."""
         return self.costs.shown(short(strategy))
 
     @property
@@ -239,7 +238,7 @@ class Explanation:
 
     @property
     def bound_us(self) -> float | None:
-        """Lower bound on the step time of the mode's plans; None if no mode chose the plan."""
+        """Lower bound on the step time of the mode's plans, in µs; None unless a mode alone chose the plan."""
         if not self.is_chosen or self.mode not in _MODES or self.budget is not None or self.plan.moves_exchange:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)
@@ -275,7 +274,6 @@ def machine_of(costs: CostTable) -> str:
 
 
 def sources_of(explanation: Explanation) -> Table:
-    """Return the source of each number of a report."""
     costs, plan, unknowns = explanation.costs, explanation.plan, explanation.unknowns
     rows = [("compute", explanation.compute_source)]
     if unknowns.unpriced:

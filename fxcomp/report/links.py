@@ -1,10 +1,10 @@
 """Report which links of a cluster were measured.
 
     links as measured                                                 all were measured, in the running job
-    10gbit between hosts (assumed), 14.51gbit inside (measured)       the table is of one host, the cluster has eight
+    10gbit between hosts (assumed), 14.51gbit inside (measured)       costs are of one host, the cluster has eight
     10gbit between hosts, 100gbit inside                              nothing was measured
 
-A link is measured if a collective over it was.
+A link counts as measured if a collective over it was measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def links_in_words(cluster: Cluster, costs: CostTable) -> list[str]:
 
 
 def measured_links(cluster: Cluster, costs: CostTable) -> list[str]:
-    """Return the measured links: `inter`, `intra`, `rack`."""
+    """Return the names of measured links: `inter`, `intra`, `rack`."""
     return [each.name for each in _links(cluster) if _is_measured(each, cluster, costs)]
 
 

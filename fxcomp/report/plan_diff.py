@@ -3,7 +3,7 @@
     12 gradients  30.1 MB  int8 -> powersgd(4)
      3 gradients   0.2 MB  in another bucket
 
-Plans may split a gradient differently. Each compared piece lies in one bucket of either plan.
+Plans may split a gradient differently. Each compared piece of a gradient lies in one bucket of each plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlanFile:
     plan: Plan
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
     spent: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Errors as fractions of the whole gradient's squares; empty without an error budget."""
+    """Error of each gradient, as a fraction of all gradients' squares; empty without an error budget."""
 
     @classmethod
     def from_json(cls, data: object) -> PlanFile:
@@ -78,7 +78,7 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
 _Part = tuple[range, int]
 
 _Piece = tuple[str, int, int, int]
-"""Name, number of elements, bucket index before and after."""
+"""Gradient name, number of elements, bucket index before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class PlanDiff:
     """True if buckets or their gradients are in another order."""
     numbers: Mapping[str, tuple[float, float]]
     spent: Mapping[str, tuple[float, float]]
-    """Errors that differ, largest difference first."""
+    """Errors that differ, by gradient, largest difference first."""
 
     @property
     def is_empty(self) -> bool:
@@ -243,7 +243,7 @@ def headline(diff: PlanDiff) -> str:
 
 
 def note_on_another_plan(before: Plan | None, after: Plan) -> str:
-    """Describe the difference to a loaded state's plan; empty if equal or unknown."""
+    """Describe the difference between a loaded state's plan and `after`; empty if equal or unknown."""
     if before is None or before == after:
         return ""
     diff = diff_plans(PlanFile(before), PlanFile(after))

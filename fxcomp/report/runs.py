@@ -22,31 +22,29 @@ _RANKS = "do several ranks write this file? Let rank 0 alone write it"
 
 
 def are_few(number: float, lines: float) -> bool:
-    """Return True if interruptions may cause this number: at most two, or a tenth of the lines."""
+    """Return whether interruptions of a run may explain `number` bad lines: at most two, or a tenth of all."""
     return number <= max(2, _FEW * lines)
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """Numbers of one run, by line number."""
-
     name: str
     steps: Sequence[float]
     seconds: Sequence[float] | None
-    """Time since the run began, without the gap before continuing from a checkpoint."""
+    """Time since the run began, by line number, without the gaps before restarts."""
     series: Mapping[str, Mapping[int, float]]
-    """Values of each metric by line number; they may be not finite."""
+    """Values of each metric by line number; they may be infinite or NaN."""
     plans: Sequence[tuple[int, str]]
     """First step and digest of each plan."""
     notes: Sequence[str]
 
 
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
-"""JSON objects of a file, with positions (path:line)."""
+"""Position (`path:line`) and JSON object of each line."""
 
 
 def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
-    """Read metrics from a file. Raise BadOption with the line and the field."""
+    """Read metrics from a file. Raise BadOption for an invalid line."""
     notes: list[str] = []
     lines = list(_lines(Path(path), notes))
     if not lines:

@@ -17,9 +17,8 @@ class ScatterFacts:
     modules: Sequence[str]
     """Module name of each bucket."""
     times: Sequence[ModuleTime]
-    """Module times of each bucket; empty if the plan was given."""
+    """Predicted times of each bucket's module; empty if the user gave the plan."""
     step_us: float
-    """Predicted step time."""
     dense_us: float
     cluster: Cluster
     mode: str

@@ -40,14 +40,14 @@ from fxcomp.search.decision import JUDGED_STEPS, Raced
 from fxcomp.search.runners import DENSE, WORTH_FOLLOWING
 from fxcomp.search.shared_draws import LEAST_GAIN
 
-_LONGEST_PATH = 12  # entries shown of the critical path
+_LONGEST_PATH = 12  # entries of the critical path that are shown
 
 
 class Tone(Enum):
     COMPRESS = "compress"
     DENSE = "dense"
     GIVEN = "given"
-    """The plan was not chosen by this comparison."""
+    """The search did not choose this plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,6 @@ class Report:
 
 
 def report_of(explanation: Explanation) -> Report:
-    """Write all sections of the report."""
     plan, cluster, choice = explanation.plan, explanation.cluster, explanation.choice
     digits = decimals(explanation.step_us)
     summary: list[Block] = [_steps(explanation, digits), _arithmetic(explanation, digits)]
@@ -301,7 +300,7 @@ def _difference(longer_ms: float, digits: int) -> str:
 
 
 def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
-    """Return the reason: compression saved too little in too many draws, or exact prices differ."""
+    """Explain why faster alternatives lost: they save too little under random cost errors, or exact prices differ."""
     if choice.plan != choice.fastest and any(not each.strategy.is_dense for each in shorter):
         return (
             f"Shorter, and not taken: a plan that compresses must save {LEAST_GAIN:.0%} of the step in"

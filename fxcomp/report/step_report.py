@@ -1,4 +1,4 @@
-"""The report that users get."""
+"""The report object that users get."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class StepReport:
 
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
-        """Facts that all formats show."""
 
     def __str__(self) -> str:
         return to_text(self.explanation)
@@ -36,11 +35,11 @@ class StepReport:
         return to_json(self.explanation)
 
     def save_html(self, path: str | Path) -> None:
-        """Write a self-contained HTML file to `path`. Raise BadOption."""
+        """Write a self-contained HTML file to `path`. Raise BadOption if that fails."""
         _save(to_html(self.explanation), path)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a trace of predicted and profiled steps to `path`, for ui.perfetto.dev. Raise BadOption."""
+        """Write a trace of predicted and profiled steps to `path`, for ui.perfetto.dev. Raise BadOption if it fails."""
         _save(json.dumps(to_trace(self.explanation)) + "\n", path)
 
 

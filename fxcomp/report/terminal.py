@@ -92,13 +92,12 @@ def _sharing(costs: CostTable) -> list[tuple[str, str]]:
 
 WIDTH = 100
 """Default number of columns."""
-_NARROWEST = 20  # narrower reports are not legible
-_NARROW = 64  # below, tables omit optional columns
+_NARROWEST = 20  # columns; narrower reports are not legible
+_NARROW = 64  # columns; below, tables omit optional columns
 _STYLES = {Tone.COMPRESS: "bold green", Tone.DENSE: "bold yellow", Tone.GIVEN: "bold"}
 
 
 def to_text(explanation: Explanation, *, width: int = WIDTH, colors: bool = False) -> str:
-    """Render the report in `width` columns."""
     report = report_of(explanation)
     head = [Text(report.headline, style="dim"), Text(), Text(report.verdict, style=_STYLES[report.tone])]
     if report.reason:
@@ -118,7 +117,6 @@ def sections_to_text(headline: str, sections: Sequence[Section], *, width: int =
 
 
 def print_sections(headline: str, sections: Sequence[Section], stream: TextIO) -> None:
-    """Print sections in the stream's width and encoding."""
     stream.write(encodable(sections_to_text(headline, sections, width=width_of(stream)), stream.encoding))
 
 
@@ -151,7 +149,7 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def width_of(stream: TextIO, *, otherwise: int = WIDTH) -> int:
-    """Return the columns: COLUMNS, else the terminal's, else `otherwise`."""
+    """Return the width: the variable COLUMNS, else the terminal's columns, else `otherwise`."""
     told = os.environ.get("COLUMNS", "")
     if told.isdecimal() and int(told):
         return max(_NARROWEST, int(told))

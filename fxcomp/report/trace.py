@@ -1,9 +1,9 @@
 """Write steps as a trace in Chrome's JSON format, for Perfetto and chrome://tracing.
 
-process   a step: dense, the plan in use, each measured one; all begin at 0
+process   a step, predicted (dense or this plan) or measured; all begin at 0
 thread    a stream
-slice     a task, with its bucket, price and source
-flow      a bucket, from the compute that makes its last gradient to the update that uses it
+slice     a task, with its bucket, predicted time and source
+flow      a bucket, from the compute of its last gradient to its update
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = Mapping[str, Any]
 _LANE_NUMBER = {stream: number for number, stream in enumerate(LANES, start=1)}
 _ROUNDING_US = 1e-6
 _MOST_BUCKETS = 100_000
-"""Flow ids reserved per track, so that ids are unique."""
+"""Number of flow ids per track, so that ids are unique."""
 
 
 def to_trace(explanation: Explanation) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def flows_of(timeline: Timeline) -> dict[int, list[Span]]:
 
 
 def _with_ends(own: Sequence[Span], spans: Mapping[str, Span]) -> list[Span]:
-    """Add the span that computes the bucket's last gradient, and its update."""
+    """Add the span that computes the bucket's last gradient, and the span of its update."""
     names, begins_us = {span.task.name for span in own}, own[0].start_us
     lasting = [span for span in spans.values() if span.end_us > span.start_us]
     makers = [span for span in lasting if _computes(span) and span.task.name in own[0].task.after]
@@ -99,7 +99,7 @@ def _updates(span: Span) -> bool:
 
 
 def _flow(spans: Sequence[Span], bucket: int, process: int) -> Iterator[Event]:
-    """Yield arrows between slices. Ends lie inside slices, because viewers match them by time."""
+    """Yield arrows between slices. An arrow ends inside a slice, because viewers find the slice by time."""
     for place, span in enumerate(spans):
         phase = "s" if place == 0 else "f" if place == len(spans) - 1 else "t"
         inside_us = span.start_us + (span.end_us - span.start_us) / 2

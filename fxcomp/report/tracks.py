@@ -1,4 +1,4 @@
-"""List the timelines of a report, with each task's bucket and the source of its price."""
+"""List the timelines of a report, with each task's bucket and the source of its duration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LANES = {
     Stream.INTER: "between",
     Stream.H2D: "to device",
 }
-"""Names in drawings, from top to bottom."""
+"""Names of streams in drawings, from top to bottom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def tracks_of(explanation: Explanation) -> list[Track]:
 
 
 def predicted_tracks(explanation: Explanation) -> list[Track]:
-    """Return the dense plan's step, if compared, then this plan's."""
+    """Return the predicted steps of the dense plan, if compared, and of this plan."""
     dense, choice = explanation.dense_timeline, explanation.choice
     above = [] if dense is None or choice is None else [Track("dense", dense, choice.dense)]
     name = "chosen" if explanation.is_chosen else "this plan"
@@ -67,7 +67,7 @@ def measured_track(explanation: Explanation, step: int) -> Track:
 class Grounds(Enum):
     MEASURED = "measured"
     FORMULA = "formula"
-    """A formula over the links' properties."""
+    """Computed from the links' latency and bandwidth."""
     ESTIMATED = "estimated"
     ASSUMED = "assumed"
     NONE = ""
@@ -79,15 +79,14 @@ class TaskFacts:
     """A task's bucket, and the source of its time."""
 
     bucket: int | None
-    """Bucket of the task; None for compute that serves several buckets."""
+    """Index of the task's bucket; None for compute that serves several buckets."""
     of: str
-    """The bucket's strategy and tensors."""
+    """Strategy and tensors of the bucket, as text."""
     grounds: Grounds
     source: str
 
 
 def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
-    """Return the facts of a track's tasks, by name."""
     by_link = dict(links_in_sources(track.plan, explanation.cluster, explanation.costs))
     buckets, found = track.plan.buckets, dict[str, TaskFacts]()
     seen = Counter[tuple[int | None, CollectiveKind | None]]()
@@ -113,7 +112,7 @@ def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
 
 
 def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> Collective:
-    """Return a task's collective in the strategy, by kind and index."""
+    """Return a strategy's collective number `place` of a kind."""
     alike = [each for each in bucket.strategy.collectives if each.kind is kind] if bucket is not None else []
     if alike:
         return alike[min(place, len(alike) - 1)]
@@ -121,7 +120,7 @@ def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> 
 
 
 def _source(task: Task, bucket: Bucket | None, explanation: Explanation) -> str:
-    """Return the source of a price, except a collective's."""
+    """Return the source of the duration of a task that is no collective."""
     costs, kind = explanation.costs, kind_of(task.name)
     if task.stream in (Stream.D2H, Stream.H2D):
         return f"{costs.source}, copied at {costs.copy_gb_per_s or 0.0:.4g} GB/s"
@@ -139,12 +138,12 @@ def _source(task: Task, bucket: Bucket | None, explanation: Explanation) -> str:
 
 
 def _kind_of_collective(task: str) -> CollectiveKind | None:
-    """Parse `all_gather 3`, `all_gather_3_intra` and `broadcast buffers`."""
+    """Return the kind in a name such as `all_gather 3`, `all_gather_3_intra` or `broadcast buffers`."""
     return next((kind for kind in CollectiveKind if task.startswith(kind.value)), None)
 
 
 def _grounds(source: str) -> Grounds:
-    if "estimate" in source:  # from a data sheet, partly assumed
+    if "estimate" in source:  # from a data sheet and assumptions
         return Grounds.ESTIMATED
     if "assumed" in source:
         return Grounds.ASSUMED

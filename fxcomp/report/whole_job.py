@@ -1,4 +1,4 @@
-"""Report on exchanging momenta over a whole job, including the warm-up."""
+"""Report time and bytes of a whole job that exchanges momenta after a warm-up with gradients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class WholeJob:
     """Predicted time and bytes of a whole job, and of the same job with a dense plan."""
 
     stretches: Sequence[Stretch]
-    """Consecutive steps with one plan: warm-up stages, then the rest."""
+    """Runs of steps with one plan: warm-up stages, then the rest."""
     sent_bytes: Sequence[float]
     """Bytes that a rank sends per step, by stretch."""
     dense_step_us: float
     dense_step_bytes: float
     gradients_us: float | None
-    """Time with the best plan that exchanges gradients; None without a comparison."""
+    """Time of the job with the best plan that exchanges gradients; None without a comparison."""
     pays_from: int | None
     """Minimum length of a job, in steps, for which momenta are faster; None if never, or not compared."""
 
@@ -111,7 +111,7 @@ def lasting_plan(explanation: Explanation) -> Plan:
 
 
 def residual_bytes(explanation: Explanation) -> int:
-    """Return the first rank's bytes of residuals of momenta."""
+    """Return the bytes of rank 0's residuals under the lasting plan."""
     shapes, found = explanation.workload.shapes, 0
     for bucket in lasting_plan(explanation).buckets:
         route = route_of(bucket.strategy, bucket.shapes(shapes), explanation.cluster)

@@ -2,7 +2,7 @@
 
 Below that bandwidth B, compressing an exposed bucket is faster than sending it dense:
 
-    saved(B) = dense(n) - compressed(n / r) - c n          µs for n bytes; formulas of collectives give the first two
+    saved(B) = dense(n) - compressed(n / r) - c n         µs for n bytes; collectives' formulas give the first two terms
 
 r is dense bytes per byte sent, c the compressor's µs per dense byte. saved is linear in 1/B: it has at most one root.
 """
@@ -27,12 +27,12 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Collective, Decompress, Step, Strategy
 
 Between = tuple[float, float]
-"""Lower and upper bound of an open interval."""
+"""Bounds of an open interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Dense bytes per byte sent, and µs per dense byte for encoding and decoding."""
+    """Formula parameters: `rate` in dense bytes per byte sent, `us_per_byte` in compressor µs per dense byte."""
 
     rate: float
     us_per_byte: float
@@ -40,13 +40,12 @@ class Compression:
     """Collective of the payloads."""
     all_reduce: Algorithm = Algorithm.RING
     algorithm: Algorithm = Algorithm.RING
-    """Algorithm of the payloads' collective."""
 
 
 def pays_at_gb_per_s(
     compression: Compression, ranks: int, size: float, alpha_us: float, message_us: float = 0.0
 ) -> Between | None:
-    """Return the bandwidths per rank, in GB/s, at which compressing `size` dense bytes is faster, or None."""
+    """Return the range of bandwidths per rank, in GB/s, in which compressing `size` dense bytes is faster, or None."""
     dense = counts(CollectiveKind.ALL_REDUCE, ranks, compression.all_reduce)
     sent = counts(compression.kind, ranks, compression.algorithm)
     fewer_bytes = size * (dense[2] - sent[2] / compression.rate)
@@ -66,7 +65,7 @@ def sent_by(bucket: Bucket, cluster: Cluster, shapes: Shapes, rank: int = 0) -> 
 
 
 def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[tuple[str, str]]:
-    """Return each collective's name and the price of its largest use, as formula and numbers."""
+    """Return each collective's name, and its largest transfer's price as a formula with numbers."""
     largest: dict[Collective, tuple[int, int]] = {}
     for number, bucket in enumerate(plan.buckets):
         for line in sent_by(bucket, cluster, shapes):
@@ -82,9 +81,9 @@ def formula_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes
 
 
 def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Shapes) -> list[str]:
-    """Return the bandwidth below which each strategy pays for the largest bucket, if exposed.
+    """Describe the bandwidths at which each strategy pays on the largest bucket, if the bucket is exposed.
 
-    A dense plan is compared with int8.
+    For a dense plan, the strategy is int8.
     """
     if not plan.buckets or cluster.world_size == 1 or costs.collectives:
         return []
@@ -92,7 +91,7 @@ def break_even_lines(plan: Plan, costs: CostTable, cluster: Cluster, shapes: Sha
     int8 = parse_compressor("int8")
     default = Strategy.hierarchical(int8) if cluster.has_levels else Strategy.flat(int8)
     used = [bucket.strategy for bucket in plan.buckets if not bucket.strategy.is_dense] or [default]
-    # The formula lacks the extra collective of compressors that agree on a setting first.
+    # The formula lacks the extra collective of compressors with an agreement.
     lines = [
         _break_even(bucket, strategy, costs, cluster, shapes)
         for strategy in dict.fromkeys(used)
@@ -141,7 +140,7 @@ def _break_even(bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: C
 def compression_of(
     bucket: Bucket, strategy: Strategy, costs: CostTable, cluster: Cluster, shapes: Shapes
 ) -> Compression:
-    """Return the formula's parameters for a strategy on a bucket, or on a rank's shard of it."""
+    """Return the formula's parameters for the part of a bucket that one rank compresses."""
     legs = route_of(strategy, bucket.shapes(shapes), cluster, element_type=bucket.element_type).legs
     encode = next(leg for leg in legs if isinstance(leg, Encode))
     decode = next(leg for leg in legs if isinstance(leg, Decode))
@@ -157,7 +156,7 @@ def compression_of(
 
 
 def _link_per_rank(cluster: Cluster, level: Level) -> float:
-    """Return the ratio of the inter-host link's bandwidth to a rank's in a ring that this link limits."""
+    """Return the ratio of the link's bandwidth (between hosts if several) to a rank's, in a ring that it limits."""
     way = pattern_of(CollectiveKind.ALL_REDUCE)
     if cluster.hosts == 1:
         return cluster.intra.gb_per_s / cluster.topology_at(level).gb_per_s(way)

@@ -1,13 +1,13 @@
-"""Exchange answers between all ranks through the store, with a timeout, so that no rank hangs.
+"""Exchange JSON data between all ranks through torch's store, with a timeout, so that no rank hangs.
 
-Every rank answers the same topics in the same order. Waiting for a missing key times out:
+A topic is a point that all ranks reach in the same order. Each rank writes its answer to a key:
 
     name/0/0  name/0/1  name/0/2     topic 0: answers of ranks 0, 1 and 2
     name/1/0                         topic 1: only rank 0's answer is read
     name/failed/0                    first failure
 
-The first failing rank writes name/failed/0, which waiting ranks poll. A rank that finds that another process has ended,
-or waits in a step, also writes it.
+The first failing rank writes name/failed/0, which waiting ranks poll. A waiting rank also writes this key if a missing
+rank's process has ended or is in a later step.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fxcomp.runtime.presence import Presence, address_of, place_of
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]  # documented, but torch does not list it
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PAUSE_A_RANK_S = 0.0002, 0.02, 0.0001
-"""Pauses between store polls, in s: the first, and the longest, which grows with the world size."""
+"""Pauses between store polls, in s: the first, and the longest, which is at least PAUSE_A_RANK_S per rank."""
 
 PATIENCE_S = 0.5
-"""Interval of checks, in s, on processes that have not answered."""
+"""Interval, in s, between checks that the processes of missing ranks are alive."""
 
 LINGER_S = 2.0
 """Longest time, in s, that rank 0, which may host the store, waits for the others to read a failure."""
 
 WATCHED = 32
-"""Number of missing ranks that each waiting rank checks. Other waiting ranks check the rest."""
+"""Maximum number of missing ranks that each waiting rank checks."""
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -62,9 +62,9 @@ def check_store(store: Any) -> None:
 
 
 class Conversation:
-    """Topics that all ranks answer in the same order; `name` must be new and the same on every rank.
+    """Topics that all ranks answer in the same order; `name` must be new in the store and equal on all ranks.
 
-    `root` is the name of their first conversation, under which they publish their steps.
+    `root` is the name of these ranks' first conversation, the key of their steps in `Presence.steps`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Conversation:
         self.root = root or name
         self._topics = 0
         self._failures = 0
-        """Number of topics at which all ranks raised."""
+        """Number of topics at which all ranks raised; part of the key of a failure."""
         self._known: BaseException | None = None
 
     def named(self, name: str, members: Members | None = None) -> Conversation:
@@ -93,7 +93,7 @@ class Conversation:
     def attempt(self, topic: str, work: Callable[[], Any]) -> list[Any]:
         """Run `work` and return every rank's result, JSON data, in rank order.
 
-        If `work` raises, this rank reports the failure first, and the others raise PeerFailed.
+        If `work` raises, this rank reports the failure before it raises, and the others raise PeerFailed.
         """
         self._answer(topic, work)
         return self.hear(topic, range(self.world_size))
@@ -119,7 +119,7 @@ class Conversation:
             self.store.set(self._key(self._topics - 1, self.rank), json.dumps([topic, value]))
 
     def hear(self, topic: str, ranks: Iterable[int]) -> list[Any]:
-        """Read other ranks' answers to this rank's latest topic.
+        """Return the answers of `ranks` to this rank's latest topic.
 
         Raises PeerFailed if a rank is late or gone, or the store is gone.
         """
@@ -138,11 +138,10 @@ class Conversation:
     # Failing
 
     def knows(self, error: BaseException) -> bool:
-        """Return whether all ranks raise at this error's topic."""
+        """Return whether all ranks raise at the topic where this error was raised."""
         return self._known is error
 
     def described(self, what: str, error: BaseException) -> str:
-        """Describe an error for the other ranks; a PeerFailed keeps its text."""
         if isinstance(error, PeerFailed):
             return str(error)
         return f"rank {self._number(self.rank)} failed in {what}: {type(error).__name__}: {error}"
@@ -150,27 +149,26 @@ class Conversation:
     def give_up(self, what: str, error: BaseException, *, lingers: bool = False) -> None:
         """End the conversation with an error, which the other ranks raise at their next wait.
 
-        `lingers` waits until they have read it.
+        If `lingers`, rank 0 waits until they have read it.
         """
         mine = self.described(what, error)
         while self.knows(self._fail(mine, lingers=lingers)):
-            pass  # all ranks raised together before, and now wait for this rank
+            pass  # an earlier failure, at which all ranks raised: report under the next key
 
     @property
     def was_missed(self) -> bool:
-        """True if the other ranks timed out waiting for this rank."""
+        """True if the other ranks gave up waiting for this rank."""
         with self._store_lives("beginning"):
             return self.store.check([self._failed]) and self.rank in json.loads(self.store.get(self._failed))["missing"]
 
     def forget(self) -> None:
-        """Delete all answers of this rank but the last from the store. All ranks must have read them."""
+        """Delete this rank's answers, except the last, from the store. All ranks must have read them."""
         for number in range(self._topics - 1):
-            with suppress(Exception):  # not every store supports it
+            with suppress(Exception):  # not every store supports deletion
                 self.store.delete_key(self._key(number, self.rank))
 
     @property
     def _failed(self) -> str:
-        """Key of the first failure since all ranks last raised together."""
         return f"{self.name}/failed/{self._failures}"
 
     def _answer(self, topic: str, work: Callable[[], Any]) -> None:
@@ -192,7 +190,7 @@ class Conversation:
     def _fail(
         self, why: str, *, is_known: bool = False, missing: Sequence[int] = (), lingers: bool = False
     ) -> PeerFailed:
-        """Report a failure, and return the first one of any rank.
+        """Report a failure, and return the first failure that any rank reported.
 
         `is_known`: all ranks raise at this topic. `missing`: ranks that timed out.
         """
@@ -203,7 +201,6 @@ class Conversation:
         return first
 
     def _linger(self, failed: str) -> None:
-        """Wait for the other ranks to read a failure, since the store may end with this process."""
         heard = [f"{failed}/{rank}" for rank in range(self.world_size)]
         until = time.monotonic() + LINGER_S
         with suppress(Exception):
@@ -233,7 +230,7 @@ class Conversation:
         start, pause, looks = time.monotonic(), FIRST_PAUSE_S, 0
         longest = max(LONGEST_PAUSE_S, PAUSE_A_RANK_S * self.world_size)
         while not self.store.check(wanted):  # wait() would block other threads' access to the store
-            # A failing rank may have answered this topic, and all ranks read its failure at the next.
+            # If the failing rank has answered this topic, all ranks read its failure at the next topic.
             if self.store.check([self._failed]) and not self.store.check(wanted):
                 raise self._heard(self.store.get(self._failed))
             waited = time.monotonic() - start
@@ -263,7 +260,7 @@ class Conversation:
                 raise self._fail(why, missing=[rank])
 
     def _absence(self, rank: int, topic: str, presence: Presence) -> str | None:
-        """Return why a rank will never answer, or None if it may."""
+        """Return the reason why a rank will never answer; None if it still may."""
         number, here = self._number(rank), f"rank {self._number(self.rank)}"
         address = address_of(number)
         try:

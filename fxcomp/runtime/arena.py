@@ -1,6 +1,6 @@
-"""Residuals in one flat tensor, the arena, with a part for each slot that needs one.
+"""Residuals of a rank in one flat tensor, the arena, with a range for each slot with error feedback.
 
-A bucket has one slot per compression in its strategy: two-shot strategies also compress the mean of a rank's shard.
+A slot is one compression of a bucket: two-shot strategies also compress the mean of a rank's shard.
 A slot that covers elements [4, 11) of a bucket is split by parameter:
 
     bucket   a[0:6] b[0:3] c[0:7]
@@ -21,8 +21,6 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive elements of a parameter."""
-
     name: str
     start: int
     """Index of the first element in the parameter."""
@@ -34,7 +32,7 @@ class Part:
 
     @property
     def extent(self) -> range:
-        """Indices in the parameter, without padding."""
+        """Range of indices in the flat parameter, without padding."""
         return range(min(self.start, self.size), min(self.start + self.length, self.size))
 
     @property
@@ -66,9 +64,9 @@ ONE = Fraction(1)
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Residual layout of one slot of a bucket on one rank: the concatenated `pieces` of the bucket.
+    """Residual layout of one slot on one rank. The slot concatenates the ranges `pieces` of a bucket.
 
-    `on_host` is True if the compressor runs on the host. Every Slice of the slot gets `place`, `weight` and `total`.
+    `on_host` is True if the compressor runs on the host. For the other attributes, see Slice.
     """
 
     bucket: tuple[Part, ...]
@@ -78,7 +76,7 @@ class SlotLayout:
     weight: Fraction = ONE
     total: Fraction = ONE
     takes_over: bool = True
-    """True for the bucket's first slot, which receives the residuals of an earlier plan."""
+    """True for the bucket's first slot with error feedback."""
     on_host: bool = False
 
     @property
@@ -86,7 +84,7 @@ class SlotLayout:
         return sum(map(len, self.pieces))
 
     def slices(self, kept: Tensor) -> list[tuple[str, Slice]]:
-        """Split the values into slices with their parameters' names, without padding."""
+        """Split the slot's values into (parameter name, slice), without padding."""
         parts = parts_in(self.bucket, self.pieces)
         pairs = zip(parts, torch.split(kept, [part.length for part in parts]), strict=True)
         return [(part.name, self._slice(part, values[: len(part.extent)])) for part, values in pairs if part.extent]
@@ -112,7 +110,7 @@ class Slice:
     total: Fraction = ONE
     """Sum of the weights of all ranks for one element."""
     takes_over: bool = True
-    """True if the slot receives the residuals of an earlier plan; other slots start at zero."""
+    """True if the slot receives the residuals of an earlier plan, False if it starts at zero."""
 
     @property
     def extent(self) -> range:
@@ -129,7 +127,7 @@ class Slice:
         part.add_(self.values.to(mean.device), alpha=float(self.weight * times))
 
     def stand_for(self, mean: Tensor) -> None:
-        """Set the values so that all ranks together represent a mean residual."""
+        """Set values whose weighted sum over all ranks is the residual `mean`; zeros unless `takes_over`."""
         if not self.takes_over:
             self.values.zero_()
             return
@@ -166,16 +164,16 @@ class Arena:
                 slices[name].append(piece)
         self.slices: dict[str, tuple[Slice, ...]] = {name: tuple(pieces) for name, pieces in slices.items()}
         self.covered = _covered(self.layout)
-        """Elements for which any rank keeps residuals, by parameter."""
+        """Ranges of elements for which any rank keeps residuals, by parameter."""
 
     @property
     def is_zero(self) -> bool:
-        """True if all residuals are zero. Synchronises with the device."""
+        """True if all are zero. Synchronises with the device."""
         return not any(bool(kept.any()) for kept in self._kept.values())
 
     @property
     def norm(self) -> float:
-        """L2 norm of this rank's residuals. Synchronises with the device."""
+        """L2 norm. Synchronises with the device."""
         return math.sqrt(sum(float(kept.double().square().sum()) for kept in self._kept.values()))
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:

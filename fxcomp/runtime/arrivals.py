@@ -5,8 +5,8 @@ If torch.compile silently falls back to eager code, unaveraged gradients reach `
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
     autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-A parameter's Arrivals is registered with `Tensor.register_hook` and shared by its models. Copies of a parameter have no
-hooks.
+A parameter's Arrivals is a hook of `Tensor.register_hook`, shared by all models with that parameter. Copies of a
+parameter have no hooks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Arrivals:
-    """Origin of one parameter's gradients in the current call of backward()."""
-
     __slots__ = ("_averaged_in", "_guards", "_is_sampled", "_local_in", "_parameter", "digest")
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -34,7 +32,7 @@ class Arrivals:
         self._local_in: int | None = None
         self._is_sampled = False
         self.digest: Tensor | None = None
-        """Digest of the latest sampled gradient, int64[]."""
+        """`digest_of` the latest sampled gradient; None until it arrives."""
         compat.register_hook(parameter, self)
 
     @classmethod
@@ -43,20 +41,20 @@ class Arrivals:
         return next((hook for hook in hooks.values() if isinstance(hook, cls)), None) or cls(parameter)
 
     def guard(self, owner: object, refuse: Callable[[], None] | None) -> None:
-        """Call `refuse` before an uncompiled backward pass stores a gradient. None removes the guard of `owner`."""
+        """Call `refuse` before an uncompiled backward pass stores a gradient. If None, remove `owner`'s guard."""
         if refuse is None:
             self._guards.pop(id(owner), None)
         else:
             self._guards[id(owner)] = refuse
 
     def note_averaged(self, call: int | None, is_sampled: bool) -> None:
-        """Note that a compiled backward pass returned an averaged gradient."""
+        """Record that this backward() call returned an averaged gradient. `is_sampled` requests a digest."""
         self._averaged_in = call
         if is_sampled:
             self._is_sampled, self.digest = True, None
 
     def note_local(self, call: int | None) -> None:
-        """Note that a compiled backward pass returns a gradient that stays on this rank for now."""
+        """Record that this backward() call returns a gradient that is not averaged yet."""
         self._local_in = call
 
     def __call__(self, gradient: Tensor) -> None:
@@ -68,7 +66,7 @@ class Arrivals:
             self._is_sampled, self.digest = False, digest_of(gradient)
 
     def is_stored(self) -> bool:
-        """Return whether autograd adds the gradient to `.grad`. torch.autograd.grad returns it instead."""
+        """Return whether autograd adds the gradient to `.grad`; torch.autograd.grad only returns gradients."""
         parameter = self._parameter()
         return parameter is not None and compat.will_accumulate(parameter)
 

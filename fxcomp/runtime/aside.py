@@ -6,11 +6,11 @@ Lines there do not block compute:
         ...                         compress, launch, wait
     side.join(mean)                 compute continues after the side stream
 
-On a synchronous device, both do nothing. An exchange of numbers overlaps with the step:
+On a synchronous device, `aside` and `join` do nothing. An exchange of numbers (`Aside`) overlaps with the step:
 
     host ─► pinned ─► device ─► collective ─► pinned ─► read
 
-It has its own stream, so compute does not delay it and no other stream uses its memory.
+The exchange has its own stream, so compute does not delay it and no other stream uses its memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from fxcomp.runtime.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Coming:
+    """An exchange in flight."""
+
     _values: Tensor
     """Result on the host, valid after the exchange."""
     _work: Work | None
     """The collective; None on a device, whose stream waits for it."""
     _arrived: Any
-    """Event after the last copy from a device."""
+    """Event after the copy from the device; None on a synchronous device."""
 
     def end(self) -> None:
         """Wait for the collective, so that it ends within the step."""
@@ -51,15 +53,13 @@ class Coming:
 
 
 class Aside:
-    """Exchanges numbers between all ranks while a device computes."""
-
     def __init__(self, transport: Transport, ranks: int, device: torch.device) -> None:
         self._transport, self._ranks, self._device = transport, ranks, device
         self._streams = compat.streams_of(device)
         self._stream = None if self._streams is None else self._streams.Stream(device)
 
     def any(self, flags: Sequence[bool]) -> Coming:
-        """Start a logical or of flags over all ranks. Every rank calls it, with equally many flags."""
+        """Start an elementwise or of flags over all ranks. Every rank calls it, with the same number of flags."""
 
         def start(mine: Tensor) -> tuple[Tensor, Work]:
             return mine, self._transport.all_reduce(mine, "world", "main", "max")
@@ -97,7 +97,7 @@ class SideStream:
         """True to run everything on the compute stream. Set it between steps."""
 
     def aside(self, *values: Tensor) -> AbstractContextManager[Any]:
-        """Run the block on the side stream, after all queued compute if it takes `values` from compute."""
+        """Run a `with` block on the side stream. A block that reads `values` from compute waits for queued compute."""
         if self._streams is None or self.is_in_line:
             return _HERE
         if values:
@@ -107,7 +107,6 @@ class SideStream:
         return self._streams.stream(self._side)
 
     def join(self, *values: Tensor) -> None:
-        """Make compute wait for the side stream, which produced `values`."""
         if self._streams is None or self.is_in_line:
             return
         compute = self._streams.current_stream(self._device)
@@ -120,7 +119,7 @@ class SideStream:
         return self._side is not None and self._streams.current_stream(self._device) == self._side
 
     def meet(self) -> None:
-        """Synchronise both streams, so that memory of either may be reused."""
+        """Make compute and side stream wait for each other, so that memory of either may be reused."""
         if self._streams is not None:
             compute = self._streams.current_stream(self._device)
             compute.wait_stream(self._side)

@@ -1,4 +1,4 @@
-"""Memory that a program's lines (runtime calls) reuse in every step, and overrides of their constants."""
+"""Memory that lines (runtime calls) reuse in every step, and overrides of constants in lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Numbers:
     cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut])
     """Elements that each rank owns in a collective."""
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
-    """Part sizes of transposed payloads, in elements."""
+    """Part sizes of `turn` lines, in elements."""
 
 
 ROOM = 64
@@ -32,7 +32,7 @@ AS_WRITTEN = Numbers()
 
 
 class Buffers:
-    """Buffers that steps reuse, keyed by line name. `pins` pins host buffers."""
+    """Buffers by line name. `pins` pins host buffers."""
 
     def __init__(self, *, pins: bool = False) -> None:
         self._pins = pins
@@ -42,7 +42,7 @@ class Buffers:
         self._slots: dict[tuple[str, tuple[tuple[torch.Size, torch.dtype], ...]], list[Tensor]] = {}
 
     def take(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a line's buffer, initially zero. Another capture may use the name with another size."""
+        """Return a line's buffer, initially zero. Another capture may use the same name with another size."""
         key = (name, elements, dtype)
         buffer = self._known.get(key)
         if buffer is None:
@@ -59,7 +59,7 @@ class Buffers:
         return self.like(name, value).copy_(value)
 
     def extended(self, name: str, value: Tensor, more: int) -> Tensor:
-        """Return the value with `more` elements appended, at most `ROOM`: in place if it is a buffer, else a copy."""
+        """Append `more` elements, at most `ROOM`, to a value: in place if it is a whole buffer, else in a copy."""
         if value.is_contiguous() and self._rooms.get(value.data_ptr()) == value.nbytes > 0:
             return value.as_strided((value.numel() + more,), (1,))
         copy = self.take(f"{name}_extended", value.numel() + more, value.dtype, value.device)
@@ -79,7 +79,7 @@ class Buffers:
         return flat, parts
 
     def lend(self, name: str, memory: Tensor) -> None:
-        """Let a line write into external memory until the end of the step."""
+        """Let the line `name` write into external memory instead of its buffer."""
         if (known := self._known.get((name, memory.numel(), memory.dtype))) is not None:
             self._rooms.pop(known.data_ptr(), None)
         self._known[name, memory.numel(), memory.dtype] = memory

@@ -5,7 +5,7 @@
     end = clock.look()
     clock.us(begin, end)            # None until the GPU has reached `end`
 
-All times come from one clock, and are comparable.
+All readings of a clock are comparable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxcomp import compat
 class Clock:
     """Processor clock, or timed events on the current stream of an asynchronous device.
 
-    It never waits. Readings of `look` are only for `us`.
+    It never waits.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -43,6 +43,7 @@ class Clock:
 
 
 Looks = tuple[Any, Any]
+"""Clock readings at begin and end."""
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Waits:
     """Side stream blocked on a collective."""
 
     def exposed_us(self, clock: Clock, begin: Any) -> float:
-        """Return the time, in us, for which the network blocked compute since `begin`."""
+        """Return the time, in µs, for which the network blocked compute since `begin`."""
         here = sum(clock.us(*looks) or 0.0 for looks in self.for_network)
         stood, waited = (
             [(clock.us(begin, start) or 0.0, clock.us(begin, end) or 0.0) for start, end in each]

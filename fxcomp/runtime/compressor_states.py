@@ -1,4 +1,4 @@
-"""State of compressors: one tensor per slot (compression of a bucket), with the states of parameters' parts."""
+"""State of compressors. One tensor per slot (compression of a bucket) concatenates the states of parameters' parts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fxcomp.runtime.arena import Key, Part
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Compressor of one slot on this rank, and its parts of parameters, each with its own compressor.
+    """One slot on this rank: its compressor, and its parts of parameters, each with the compressor bound to the part.
 
-    `place` is this rank's index among the ranks with different values of the same parts.
+    `place` is this rank's index among the ranks that compress different values of the same parts.
     """
 
     compressor: Compressor
@@ -33,8 +33,6 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class _PartState:
-    """State of one part, updated in place, and its compressor."""
-
     part: Part
     compressor: Compressor
     slot: int
@@ -57,12 +55,12 @@ class _PartState:
         return self.name, self.slot, self.part.start
 
     def is_shared(self) -> bool:
-        """Return whether all ranks must have equal state: if payloads are summed, and fresh state ignores the rank."""
+        """Return whether all ranks must have equal state: payloads are summed, and fresh state ignores the rank."""
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
     def go_on_from(self, other: _PartState) -> bool:
-        """Copy another plan's state if it has the same random stream and place. Return whether it was copied."""
+        """Copy another plan's state if compressor type, random stream and place match. Return whether they do."""
         is_same = type(other.compressor) is type(self.compressor) and other.key == self.key
         if not is_same or other.part.length != self.part.length:
             return False
@@ -122,7 +120,7 @@ class CompressorStates:
         return {part.label: part.value for part in self._parts}
 
     def take_over(self, other: CompressorStates) -> list[str]:
-        """Continue another plan's states where compressors match. Return the labels of parts without a match."""
+        """Copy another plan's states where compressors match. Return the labels of parts without a match."""
         known = {part.where: part for part in other._parts}
         reset: list[str] = []
         for part in self._parts:
@@ -132,7 +130,7 @@ class CompressorStates:
         return reset
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies by parameter name, which a plan with other buckets can load."""
+        """Return copies of the states by parameter name, for a plan with any buckets."""
         saved: dict[str, list[dict[str, Any]]] = {}
         for part in self._parts:
             saved.setdefault(part.name, []).append(part.saved())
@@ -141,8 +139,8 @@ class CompressorStates:
     def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Load each part from the first matching state, and reset the other parts.
 
-        Returns a description of each reset part's lost state, by label; empty if none was lost. Raises BadState if a
-        saved state is incomplete.
+        Returns a description of each reset part's unusable saved state, by label, or "" if none was saved. Raises
+        BadState if a saved state is incomplete.
         """
         for state in states:
             saved = state["compressors"]
@@ -175,7 +173,7 @@ class CompressorStates:
 
 
 def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
-    """Create fresh states. Parts other than a whole parameter in slot 0 have their own random streams."""
+    """Create initial states. Random streams differ between slots and parts of a parameter."""
     kept: list[_PartState] = []
     for part, maker in layout.parts:
         is_plain = layout.slot == 0 and part.is_whole

@@ -43,9 +43,9 @@ def filled(kind: str, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Seq
 def exchange(
     kind: str, sent: Sequence[Tensor], received: Sequence[Tensor], group: str, how: str, numbers: Sequence[int]
 ) -> list[Tensor]:
-    """Run a collective on a group, by torch's name of the group, and return new tensors with the results.
+    """Run a collective on the group that torch names `group`.
 
-    `how` is the reduction. `numbers` holds the root's index in the group, or all_to_all_single's received and sent
+    `how` is the reduction. `numbers` holds the root's index in the group, or all_to_all_single's received, then sent
     sizes.
     """
     chosen, handle = ExchangeKind(kind), _group(group)

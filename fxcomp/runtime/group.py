@@ -36,7 +36,7 @@ class Done:
 class Group:
     """A process group, its ranks in order, and this rank's index.
 
-    All ranks launch in the same order, so a counter gives matching tags.
+    All ranks launch in the same order, so tags that count launches match.
     """
 
     handle: Any
@@ -44,10 +44,10 @@ class Group:
     ranks: tuple[int, ...]
     place: int
     is_direct: bool
-    """True if an all_gather of equal parts is also done by sends and receives.
+    """True if sends and receives replace gloo's all_gather of equal parts.
 
-    They took 425 ms for 15 MB from each of two ranks at 300 Mbit/s, gloo's all_gather 590 to 640 ms (2026-11). On a
-    link that ranks share, gloo's ring is used because it sends fewer bytes.
+    For 15 MB from each of two ranks at 300 Mbit/s, they took 425 ms, and gloo's all_gather 590 to 640 ms (2026-11). On
+    a link that ranks share, gloo's ring sends fewer bytes.
     """
     backends: Mapping[str, str]
     tags: Iterator[int] = field(default_factory=lambda: cycle(range(1 << 15)))
@@ -55,12 +55,12 @@ class Group:
     """Collectives in flight. Each keeps the connections open."""
 
     def is_over_nccl(self, device: torch.device) -> bool:
-        """Return whether the backend is NCCL, which forwards bytes in reduce and broadcast, and has averages."""
+        """Return whether the backend is NCCL."""
         return self.backends.get(device.type) == "nccl"
 
     @property
     def live(self) -> Any:
-        # torch would use the default group, which is the user's, for None.
+        # For None, torch would use the default group.
         if self.handle is None:
             raise _given_up()
         return self.handle
@@ -87,7 +87,7 @@ class Group:
     def exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], finish: Callable[[], object] | None = None
     ) -> Work:
-        """Send a part to each other rank and receive one from each, except empty parts.
+        """Send `sent[k]` to the group's rank k and fill `received[k]` from it, for all other ranks. Skip empty parts.
 
         If a rank has gone, the others still get their parts, so that they do not wait for this rank.
         """
@@ -131,7 +131,7 @@ class UnderWay:
 
     group: Group
     handles: list[tuple[int | None, Any]] | None
-    """torch works in flight, each with the peer rank of a send or receive. None after the group's `give_up`."""
+    """torch Work objects, each with the peer rank of a send or receive. None after the group's `give_up`."""
     finish: Callable[[], object] | None = None
 
     def add(self, rank: int, work: Any) -> None:
@@ -166,7 +166,7 @@ class UnderWay:
 
 
 def call_when_done(work: Work, done: Callable[[], object]) -> None:
-    """Call `done`, on any thread, when a collective ends. gloo never reports the end of sends and receives."""
+    """Call `done`, on any thread, when a collective ends, if the backend reports it."""
     future: Any = getattr(work, "get_future", lambda: None)()
     if future is not None:
 

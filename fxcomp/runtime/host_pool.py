@@ -3,9 +3,9 @@
     sending    d2h 0, compress 0, launch 0 | d2h 1, compress 1, launch 1 | ...
     arriving              wait 0, decompress 0           | wait 1, decompress 1 | ...
 
-The thread that needs a collective's result waits for it: arriving to decompress, or sending if ranks agree on something
-before they compress. The second thread keeps waits from delaying later buckets. One thread launches all collectives, in
-the same order on every rank. Work waits only for earlier work, so there is no deadlock.
+The thread that needs a collective's result waits for it: arriving to decompress, or sending if ranks reduce scales or
+a basis before they compress. Waits of the second thread do not delay later buckets. One thread launches all
+collectives, in the same order on every rank. Work waits only for earlier work, so there is no deadlock.
 
 Both threads copy the submitting thread's denormal mode, which affects the bits of a compressed bucket.
 """
@@ -68,7 +68,7 @@ class HostCopies:
         compute = self._streams.current_stream(self._device)
         with self._streams.stream(self._coming):
             target = buffer()
-            # The last step has read the buffer: the value went to the host after it.
+            # The buffer is free: the last step read it before this value was copied to the host.
             target.copy_(value, non_blocking=True)
         target.record_stream(compute)
         compute.wait_stream(self._coming)
@@ -83,7 +83,7 @@ OnHost = Future[Tensor]
 
 
 class Arriving(OnHost):
-    """Result of a collective. The first thread that needs it waits for it, and other threads wait for that thread."""
+    """Result of a collective. The first caller of `result` waits for it, other callers wait for the first."""
 
     def __init__(self, wait: Callable[[], Tensor]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class HostPool:
 
     def __init__(self) -> None:
         self.watch: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-        """Wraps work with a clock, in a timed step."""
+        """Wraps work with a clock; set during a timed step."""
         self._executors: dict[PoolThread, ThreadPoolExecutor] = {}
         self._last: dict[PoolThread, Future[Any]] = {}
         self._failures: list[BaseException] = []
@@ -138,7 +138,7 @@ class HostPool:
         return future
 
     def after(self, run: Callable[..., Tensor], *values: Any, on: PoolThread = PoolThread.SENDING) -> Tensor | OnHost:
-        """Run on the pool if it is computing an argument, else now."""
+        """Run on the pool if an argument is a future, else now."""
         if any(isinstance(value, Future) for value in values):
             return self.submit(run, *values, on=on)
         return run(*values)
@@ -147,11 +147,10 @@ class HostPool:
         return Arriving(take if self.watch is None else self.watch(take))
 
     def wait(self) -> None:
-        wait(self._last.values())  # the last one of each thread
+        wait(self._last.values())  # the last future of each thread
         self._last.clear()
 
     def finish(self) -> None:
-        """Wait, and raise the first error of either thread."""
         self.wait()
         if self._failures:
             failures, self._failures = self._failures, []
@@ -179,7 +178,6 @@ def flushes_denormals() -> bool:
 
 
 def _as_caller_computes(work: Callable[..., T]) -> Callable[..., T]:
-    """Run work with the calling thread's denormal mode."""
     flushes = flushes_denormals()
 
     def run(*given: Any) -> T:

@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 GradientCheck = Callable[[str, Tensor, int], None]
-"""Takes a parameter's name, a gradient or part of one, and the index of its first element."""
+"""Takes a parameter's name, its gradient or a part of it, and the part's first index in the flat gradient."""
 
 
 class LocalGradients:
-    """Gradients of the current step."""
-
     def __init__(self) -> None:
         self.on_gradient: GradientCheck | None = None
         self.on_update: Callable[[Tensor], None] | None = None
         """Called with the loss after all gradients of a step are packed."""
         self.before_packing: list[Callable[[], None]] = []
-        """Called once, in order, before the first gradient bucket is filled."""
+        """Callbacks, run once and in order before the first bucket is filled."""
         self.owed: dict[str, Tensor] = {}
         """Flat residuals of a dropped plan, by parameter. They are added to every step's gradients until cleared."""
         self.are_applied = False
@@ -40,7 +38,7 @@ class LocalGradients:
                 part.add_(owed[start : start + part.numel()].view(part.shape), alpha=scale)
 
     def complete(self, parameters: Sequence[str], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Check gradients outside any bucket and add `owed`. Used on a single rank."""
+        """Check gradients and add `owed`. Replaces communication on a single rank."""
         self.see(parameters, gradients, (), None)
         if not self.owed:
             return list(gradients)
@@ -50,7 +48,7 @@ class LocalGradients:
         ]
 
     def before_update(self, loss: Tensor) -> None:
-        """Run the update callback, in the last line before parameters change."""
+        """Call `on_update`. This is the last line before parameters change."""
         if self.on_update is not None:
             self.on_update(loss)
         self.are_applied = True

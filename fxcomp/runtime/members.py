@@ -1,6 +1,6 @@
-"""The ranks that average with each other: the whole job, or one process group.
+"""The ranks that average gradients: the whole job, or one process group.
 
-fxcomp numbers them from 0 in the group's order. torch.distributed and errors use job ranks.
+fxcomp numbers them from 0 in the group's order. torch.distributed and error messages use job (global) ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Levels = Mapping[str, Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks of a process group. All members have equal `numbers`."""
+    """The ranks of a process group, and this rank's index `place`."""
 
     numbers: tuple[int, ...]
     """Job rank of each member, in the group's order."""
@@ -29,7 +29,7 @@ class Members:
 
     @classmethod
     def of(cls, group: Any = None) -> Members:
-        """Read a process group or a 1-D DeviceMesh; None is the whole job.
+        """Return the members of a process group or a 1-D DeviceMesh; None is the whole job.
 
         Raises BadOption for anything else, and BadCall if this rank is not a member.
         """
@@ -52,7 +52,7 @@ class Members:
 
     @property
     def key(self) -> str:
-        """Prefix of conversation names; empty for the whole job."""
+        """Prefix of the names of conversations (`agree.py`); empty for the whole job."""
         return "" if self.is_whole_job else f"of {','.join(map(str, self.numbers))} "
 
     def __str__(self) -> str:
@@ -61,14 +61,14 @@ class Members:
         return f"ranks {', '.join(map(str, self.numbers))} of the job's {self.job_ranks}"
 
     def levels(self, places: Levels) -> Levels:
-        """Map each level's groups from member indices to job ranks."""
+        """Convert each level's groups from member indices to job ranks."""
         numbers = self.numbers
         return {level: [tuple(numbers[k] for k in ranks) for ranks in lists] for level, lists in places.items()}
 
     def group_names(self, what: str) -> int:
-        """Return the first of 4,096 numbers that name process groups of these ranks, derived from `what`.
+        """Return the first of 4,096 numbers, derived from `what`, that name process groups of these ranks.
 
-        torch's own counter no longer matches if a rank failed between two groups.
+        torch's own counter differs between ranks after one failed.
         """
         digest = hashlib.sha256(f"{self.key}{what}".encode()).digest()
         return int.from_bytes(digest[:6], "big") << 12

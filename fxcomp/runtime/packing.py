@@ -16,7 +16,7 @@ _torch = cast("Any", torch)  # partly untyped
 
 
 def turn(payloads: Tensor, outer: int, sizes: Sequence[int], buffer: Callable[[Tensor], Tensor]) -> Tensor:
-    """Transpose `outer` rows of parts to part-major order: all rows of part 0, then all of part 1.
+    """Reorder `outer` rows of parts: all rows of part 0, then all of part 1.
 
     `buffer` allocates memory like its argument.
     """
@@ -28,12 +28,11 @@ def turn(payloads: Tensor, outer: int, sizes: Sequence[int], buffer: Callable[[T
 
 
 def keep(state: Tensor, value: Tensor) -> Tensor:
-    """Replace a state where the new value is finite."""
     return state.copy_(torch.where(value.isfinite(), value, state))
 
 
 def roll_back(residual: Tensor, own: Tensor, bucket: Tensor) -> None:
-    """Restore a residual from before the bucket was added and the payload `own` subtracted. Overwrites `own`."""
+    """Restore the previous residual, `own + residual - bucket`, from the decoded payload `own`. Overwrites `own`."""
     before = own.add_(residual).sub_(bucket)
     torch.where(before.isfinite(), before, residual, out=residual)
 
@@ -96,7 +95,7 @@ def packed_sizes(values: Sequence[Tensor], wanted: torch.dtype | None = None) ->
 
 
 def slots(flat: Tensor, values: Sequence[Tensor], wanted: torch.dtype | None = None) -> list[Tensor]:
-    """View the parts of a flat buffer in the tensors' shapes, and in dtype `wanted` or their own.
+    """Return each tensor's view of a flat buffer, in its shape, and in dtype `wanted` or its own.
 
     Wider dtypes must come first, for alignment.
     """
@@ -107,16 +106,16 @@ def slots(flat: Tensor, values: Sequence[Tensor], wanted: torch.dtype | None = N
 
 
 LARGE = 1 << 21
-"""Number of elements from which a second pass over memory costs more than a launch (assumed: 2.8 TB/s, 5 µs)."""
+"""Number of elements from which a second pass over memory costs more than a kernel launch (assumed: 2.8 TB/s, 5 µs)."""
 
 
 def copy_scaled(
     values: Sequence[Tensor], scale: float, out: Sequence[Tensor], flat: Tensor, factor: Tensor | None = None
 ) -> None:
-    """Write each value, times `scale` and an optional `factor`, to its place in a flat buffer.
+    """Write each value, times `scale` and an optional `factor`, to its view `out` of a flat buffer.
 
-    On a device, one operator copies all values with the strides of their places, and one multiplies them. Large values
-    are instead multiplied into their places, in one pass over memory.
+    On a device, one operator copies all values with the strides of their views, and one multiplies them. Large values
+    are instead multiplied into their views, in one pass over memory.
     """
     whole = None if factor is None else factor * scale
     is_scaled = whole is not None or scale != 1.0
@@ -143,7 +142,7 @@ def copy_scaled(
 
 
 def copy_at_once(values: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Copy values, batched by dtype; values with other strides are copied one by one."""
+    """Copy values to `out`, batched by dtype. A value whose strides differ from its target's is copied alone."""
     lists: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for value, place in zip(values, out, strict=True):
         if value.stride() == place.stride():

@@ -1,7 +1,7 @@
-"""Show other ranks that this process is alive, and its activity: a socket that closes when the process ends.
+"""Show other ranks that this process is alive: its socket closes when the process ends.
 
-A waiting rank connects to the socket. The kernel refuses once the process has ended, but accepts while it is busy, so
-there are no false alarms. A thread answers with the process's activity.
+A waiting rank connects to the socket. The kernel refuses the connection once the process has ended, but accepts it
+while the process is busy, so there are no false alarms. A thread answers with the process's activity.
 
     waits for rank 2's answer ── connects ──► rank 2's thread: {"doing": "capturing the step", "steps": {...}}
                               ◄── refused ─── rank 2's kernel, if its process has ended
@@ -24,24 +24,22 @@ import torch.distributed as dist
 from fxcomp import compat
 
 CONNECT_S, ANSWER_S = 1.0, 0.05
-"""Timeouts of a connection, and of a busy process's answer."""
+"""Timeouts, in s, for connecting and for the answer."""
 
 Address = tuple[str, int, str]
 """IP address, port, and machine name."""
 
 _REACHED = set[str]()
-"""Machines that accepted a connection before. A refusal there means that the process has ended."""
+"""Names of machines that accepted a connection before. If one refuses now, its process has ended."""
 
 
 class Presence:
-    """A listening socket, open as long as this process lives."""
-
     def __init__(self, host: str) -> None:
         self.doing = ""
         self.steps: dict[str, int] = {}
-        """Last step entered of each compiled function, by the name of its first conversation."""
+        """Last step that each compiled function entered, by its conversation's `root` (`agree.py`)."""
         self.seen: dict[int, str] = {}
-        """Last seen activity of other job ranks."""
+        """Activity in the last answer of other ranks, by job rank."""
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=4096)
         self._is_open = True
         self.address: Address = host, int(self._listener.getsockname()[1]), compat.host_name()
@@ -54,7 +52,7 @@ class Presence:
             socket.create_connection(self.address[:2], CONNECT_S).close()
 
     def forget(self) -> None:
-        """Close a forked child's copy, which would keep the parent's socket open."""
+        """Close the socket in a forked child, which would keep the parent's socket open."""
         self._listener.close()
 
     def _serve(self) -> None:
@@ -68,7 +66,7 @@ class Presence:
 
 
 def place_of(address: Address) -> dict[str, Any]:
-    """Return another process's activity; empty if it does not answer. Raises ProcessLookupError if it has ended."""
+    """Return another process's answer, or {} without one. Raises ProcessLookupError if the process has ended."""
     host, port, machine = address
     if host.startswith("127.") and machine != compat.host_name():
         return {}  # the other machine's loopback address
@@ -102,7 +100,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _own_address(host: str | None) -> str:
-    """Return this machine's address on its route to the store's machine, which every rank can reach."""
+    """Return the IP address from which this machine reaches the store's machine."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host or "127.0.0.1", 9))  # sends nothing
@@ -114,7 +112,7 @@ _current: tuple[weakref.ref[Any], Presence | None] | None = None
 
 
 def presence() -> Presence | None:
-    """Return this process's presence in the default process group; None without a socket."""
+    """Return the default process group's Presence, created on first use; None if no socket opens."""
     global _current
     world = compat.default_group()
     if _current is None or _current[0]() is not world:

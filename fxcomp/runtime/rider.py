@@ -1,4 +1,4 @@
-"""Attach a 32-bit digest to collectives of the step, and check that it is equal on all ranks.
+"""Attach a 32-bit digest to collectives of the step, and check that the digest is equal on all ranks.
 
     all_reduce   [ values | bits, their complements ]    a bit that differs leaves both sums above 0
     all_gather   [ payload | digest ]                    each rank's digest follows its part
@@ -34,7 +34,7 @@ _BOTH = Struct("<II")
 DIGEST_BYTES = _BOTH.size
 
 LATE = 2
-"""Steps after which all ranks check a digest received on a device, so that the host does not wait."""
+"""Number of steps after which a digest received on a device is checked, so that the host does not wait."""
 
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -42,19 +42,18 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(slots=True)
 class Rider:
-    """Digest of state that must be equal on all ranks."""
-
     differs: Callable[[str, int], object]
-    """Called with the level at which digests differ, and the delay in steps."""
+    """Called with the level at which digests differ, and the check's delay in steps."""
     digest: int = 0
     carriers: frozenset[str] = frozenset()
     """Names of the running program's launches that send the digest."""
     _bits: Bytes = field(default_factory=lambda: np.zeros(ROOM, np.uint8))
-    """Bits and complements. `_sent` holds a tensor of the same memory, and device copies."""
+    """Bits and complements, one per byte."""
     _bytes: Bytes = field(default_factory=lambda: np.zeros(DIGEST_BYTES, np.uint8))
     _sent: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
+    """Tensors of `_bits` and `_bytes`, by length, device and stream. CPU tensors share memory."""
     _good: dict[Any, Tensor] = field(default_factory=dict[Any, Tensor])
-    """Expected result if all ranks agree, by line."""
+    """Last received bytes on which all ranks agreed, by line name."""
     _views: dict[str, _Views] = field(default_factory=dict[str, "_Views"])
     _step: int = 0
     _late: list[tuple[int, Launch, Tensor, Any]] = field(default_factory=list[tuple[int, Launch, Tensor, Any]])
@@ -74,7 +73,7 @@ class Rider:
         return self._gathered(memory, launch, value, transport)
 
     def begin(self, carriers: frozenset[str]) -> None:
-        """Begin a step with these carriers, and check the device digests that are due."""
+        """Begin a step, in which `carriers` send the digest, and check the digests that are due."""
         self._step += 1
         if carriers is not self.carriers:
             self.carriers = carriers
@@ -112,7 +111,7 @@ class Rider:
     def _as_sent(self, what: Bytes, device: torch.device) -> Tensor:
         key = len(what), device, compat.stream_of(device)  # other streams do not wait for the copy
         if key not in self._sent:
-            self._sent[key] = compat.to_device(_torch.from_numpy(what), device)  # the same memory on the host
+            self._sent[key] = compat.to_device(_torch.from_numpy(what), device)
         return self._sent[key]
 
     def _arrived(self, launch: Launch, tail: Tensor) -> None:

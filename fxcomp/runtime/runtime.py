@@ -1,7 +1,7 @@
-"""Run the lines of an emitted step: packing, compressing, launching and waiting.
+"""Run the lines of an emitted step: calls of Runtime's methods, such as pack, compress, launch and wait.
 
-The main thread runs lines on the compute device, and a pool the lines between `d2h` and `h2d` on the host: one thread
-up to the launch, another from the wait on. Steps reuse all buffers. `fxcomp/graph/lines.py` lists the lines.
+The main thread runs lines on the compute device. Two pool threads run the lines between `d2h` and `h2d` on the host:
+one up to the launch, the other from the wait on. Steps reuse all buffers. `fxcomp/graph/lines.py` lists the lines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Counters:
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Bytes that this rank put into collectives, by kind and level."""
     skipped: bool = False
-    """True if a received value was not finite."""
+    """True if a value was not finite, so that parameters did not change."""
 
     def count(self, kind: str, level: str, sent: int) -> None:
         self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
@@ -56,7 +56,7 @@ def restore(state: Tensor, saved: Tensor | OnHost) -> None:
 
 
 class Runtime:
-    """Runs the lines of an emitted step. Each step function has its own, because buffers are keyed by line name."""
+    """Each step function has its own Runtime, because buffers are keyed by line name."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
@@ -65,12 +65,9 @@ class Runtime:
         self._copies = HostCopies(device)
         self.counters = Counters()
         self.gradients = LocalGradients()
-        """This rank's gradients before communication."""
         self.complete, self.before_update = self.gradients.complete, self.gradients.before_update
         self.numbers: Numbers = AS_WRITTEN
-        """Overrides of the constants in the running program's lines."""
         self.rider: Rider | None = None
-        """Sends a digest with collectives, to check that ranks agree."""
         self.pool = HostPool()
         self.side = SideStream(device)
         self.aside = self.side.aside
@@ -101,7 +98,7 @@ class Runtime:
         return flat
 
     def cast(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast a bucket: compressors take fp32, dense values are sent in the gradients' dtype."""
+        """Cast a bucket. Compressors take fp32, and dense values are sent in the gradients' dtype."""
         return self.buffers.take(name, value.numel(), dtype, value.device).copy_(value)
 
     def in_place(self, flat: Tensor, start: int, stop: int, scale: float) -> Tensor:
@@ -110,7 +107,7 @@ class Runtime:
         return value if scale == 1.0 else value.mul_(scale)
 
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
-        """Transpose rows of parts to part-major order; `sizes` are the parts' elements."""
+        """Reorder `outer` rows of parts: all rows of part 0, then all of part 1. `sizes` holds elements per part."""
         sizes = self.numbers.sizes.get(name, sizes)
         buffer = functools.partial(self.buffers.like, name)
         return self.pool.after(packing.turn, payloads, outer, sizes, buffer)
@@ -125,7 +122,7 @@ class Runtime:
         *,
         state: Tensor | None = None,
     ) -> Tensor | OnHost:
-        """Compute the proposal that ranks reduce to an agreement before they compress."""
+        """Compute the proposal that ranks reduce to an agreement (scales or a basis) before they compress."""
         compressor = self.numbers.compressors.get(name, compressor)
 
         def run(value: Tensor) -> Tensor:
@@ -147,7 +144,7 @@ class Runtime:
         state: Tensor | None = None,
         agreed: Tensor | OnHost | None = None,
     ) -> Tensor | OnHost:
-        """Fill a payload, piece by piece. Updates `residual` and `state` in place."""
+        """Compress a bucket into a payload, piece by piece. Updates `residual` and `state` in place."""
         compressor = self.numbers.compressors.get(name, compressor)
         parts = as_pieces(segments)
 
@@ -165,8 +162,8 @@ class Runtime:
     ) -> Flight | Future[Flight]:
         """Start a collective without waiting for it.
 
-        `cut` is each rank's elements (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast. `how`
-        is the reduction of an all_reduce: sum, avg or max.
+        `cut` is each rank's element count (`runtime/transfers.py`), or 1 for an all_reduce and an in-place broadcast.
+        `how` is the reduction of an all_reduce: sum, avg or max.
         """
         cut, rider = self.numbers.cuts.get(name, cut), self.rider
         rides = functools.partial(rider.start, self.buffers) if rider and name in rider.carriers else None
@@ -176,13 +173,13 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """Wait for a collective's result. The time is exposed communication."""
+        """Return a collective's result; a future if the pool launched it. Waits are exposed communication."""
         if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
 
     def join(self, *values: Tensor) -> None:
-        """Make compute wait for the side stream. Network waits there count as exposed communication."""
+        """Make compute wait for the side stream, whose network waits count as exposed communication."""
         start = self.clock.look()
         self.side.join(*values)
         self.counters.waits.for_aside.append((start, self.clock.look()))
@@ -211,7 +208,7 @@ class Runtime:
         return self.pool.after(run, payloads, agreed, on=PoolThread.ARRIVING)
 
     def keep(self, state: Tensor, payload: Tensor | OnHost) -> None:
-        """Store a summed payload as a compressor's next state where it is finite."""
+        """Copy the finite values of a summed payload into a compressor's state."""
         self.pool.after(packing.keep, state, payload, on=PoolThread.ARRIVING)
 
     def d2h(self, name: str, value: Tensor) -> OnHost:
@@ -219,7 +216,7 @@ class Runtime:
         return self.pool.submit(self._copies.to_host(value, buffer))
 
     def h2d(self, name: str, value: OnHost) -> Tensor:
-        """Wait for a value from the pool. The time is exposed communication."""
+        """Copy a value from the pool to the device. Waiting for the pool is exposed communication."""
 
         def take_back() -> Tensor:
             result = value.result()
@@ -233,9 +230,9 @@ class Runtime:
         return self.pool.after(functools.partial(self.buffers.copy, name), value)
 
     def all_finite(self, values: Sequence[Tensor]) -> bool:
-        """Return whether all values are finite, so that parameters may change; the same on every rank.
+        """Return whether all values are finite, so that parameters may change. All ranks get the same result.
 
-        If not, wait for the pool, whose changes will be rolled back.
+        If it is False, wait for the pool, whose changes will be rolled back.
         """
         self.counters.skipped = not packing.all_finite(values)
         if self.counters.skipped:
@@ -262,7 +259,7 @@ class Runtime:
         self.pool.finish()
 
     def settle(self) -> None:
-        """Wait for everything in flight after all ranks left the step at the same line."""
+        """Wait for all work in flight, after all ranks left the step at the same line."""
         self.pool.wait()
         self.transport.settle()
         self.pool.settle()

@@ -1,9 +1,9 @@
-"""Time the lines (runtime calls) and regions (compute) of a step by wrapping them; untimed steps pay nothing.
+"""Time the lines (runtime calls) and regions (compute functions) of a step by wrapping them.
 
     watch = Stopwatch(runtime, methods, clock)
-    step = rebound(module, watch.region)          # the same code, with a clock around each region
-    step(watch.lines, parameters, ...)            # the same lines, with a clock around each
-    watch.reading()                               # begin and end of each
+    step = rebound(module, watch.region)          # the same code, with regions timed
+    step(watch.lines, parameters, ...)            # the same lines, timed
+    watch.reading()                               # begin and end of each line and region
 
 A timed line costs 0.3 us: two clock readings and a list entry (measured, AMD EPYC, both cores busy, 2026-11).
 """
@@ -20,10 +20,10 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Flight
 
 Call = tuple[str, int]
-"""Runtime method of a line and its call number in the step; or a region's name and 0."""
+"""(runtime method, index among the step's calls of that method) for a line; (name, 0) for a region."""
 
 Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Wraps the runtime method of a given name."""
+"""Takes a runtime method's name and the method, returns a wrapper."""
 
 
 class WatchedLines:
@@ -38,21 +38,21 @@ class WatchedLines:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Begin and end of each line of one step, in us since the step began."""
+    """Begin and end of each line and region of one step, in µs since the step began."""
 
     main: dict[Call, tuple[float, float]]
-    """Main thread; in device time if it drives a device."""
+    """Work of the main thread, in device time if the device is asynchronous."""
     pool: dict[Call, tuple[float, float]]
-    """Work on the pool, by the pool's clock, which started at the same time."""
+    """Work of the pool, in host time."""
     ends: dict[Call, float]
-    """End of each collective, if the backend reports it. gloo does not for sends and receives."""
+    """End of each collective, if known. Unknown on asynchronous devices, and for gloo's sends and receives."""
 
 
 _Mark = tuple[Call, Any, Any]
 
 
 class Stopwatch:
-    """Times one step of a runtime at a time: `start`, the step over `lines` and `region`s, `stop`, `reading`."""
+    """Times one step at a time: call `start`, run the step with `lines` and `region`s, call `stop` and `reading`."""
 
     def __init__(self, runtime: Runtime, methods: Iterable[str], clock: Clock) -> None:
         self._clock, self._pool_clock = clock, Clock()
@@ -75,12 +75,12 @@ class Stopwatch:
         self._runtime.side.is_in_line = True
 
     def stop(self) -> None:
-        """End a timed step, even if it raised."""
+        """End a timed step, including a step that raised."""
         self._runtime.pool.watch = None
         self._runtime.side.is_in_line = False
 
     def reading(self) -> Reading | None:
-        """Return the times of the last step; None if a device has not finished it."""
+        """Return the times of the last step; None if a device has not finished the step."""
         main = _between(self._clock, self._begin, self._main)
         pool = _between(self._pool_clock, self._pool_begin, self._pool)
         if main is None or pool is None:
@@ -119,7 +119,7 @@ class Stopwatch:
         call_when_done(flight.work, lambda: ends.setdefault(call, look()))
 
     def _on_pool(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap pool work with a clock, which starts when the pool has its inputs."""
+        """Time pool work, from the moment its inputs are computed."""
         call, marks, look = self._line, self._pool, self._pool_clock.look
 
         def timed(*given: Any) -> Any:

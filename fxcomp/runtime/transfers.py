@@ -41,7 +41,7 @@ class Pattern(Enum):
         return (brought // cut,) * cut
 
     def elements(self, parts: tuple[int, ...], place: int) -> tuple[int, int]:
-        """Return the numbers of input and output elements of the rank at `place`."""
+        """Return the numbers of input and output elements of the rank with index `place`."""
         own, whole = parts[place], sum(parts)
         match self:
             case Pattern.ALL_GATHER:
@@ -75,7 +75,7 @@ def from_first(elements: int, ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective of parts, with flat input and output. The input must live until the end."""
+    """A collective of parts, with flat input and output. The input must live until the collective ends."""
 
     pattern: Pattern
     value: Tensor
@@ -84,7 +84,7 @@ class Transfer:
     level: str
     lane: str = "main"
     memory: Callable[[int], Tensor] | None = None
-    """Allocates reduce_scatter's scratch memory, which must live until the end; by default new memory."""
+    """Allocates reduce_scatter's scratch memory, which must live until the collective ends; by default new memory."""
 
     def parts(self, place: int, ranks: int | None = None) -> tuple[int, ...]:
         """Return each rank's number of elements. Raises BadTensor if the tensors do not match."""

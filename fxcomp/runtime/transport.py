@@ -1,4 +1,4 @@
-"""Collectives over process groups, or without a network. `Launch` starts a line's collective, `Flight` waits for it."""
+"""Collectives over process groups. `Launch` starts the collective of an emitted line, `Flight` waits for it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _dist = cast("Any", dist)  # partly untyped
 
 
 class Transport(Protocol):
-    """The runtime's network. `level` is intra, inter or world; `lane` is main, or pool for offloaded work."""
+    """The runtime's network. `level` is intra, inter or world; `lane` is the launching thread, main or pool."""
 
     def place(self, level: str) -> int:
-        """Return this rank's index in its group."""
+        """Return this rank's index in its group of `level`."""
         ...
 
     def all_reduce(self, value: Tensor, level: str, lane: str, how: str = "sum") -> Work:
@@ -38,7 +38,7 @@ class Transport(Protocol):
         ...
 
     def start(self, transfer: Transfer) -> Work:
-        """Start a transfer. Reductions sum in rank order."""
+        """Start a transfer. Sums are in rank order, or in the backend's order on a device."""
         ...
 
     def settle(self) -> None:
@@ -49,7 +49,7 @@ class Transport(Protocol):
 class Groups:
     """Collectives over torch.distributed process groups, one for each level and lane.
 
-    Lanes launch from different threads, and the order of launches is defined only within a group.
+    Lanes need separate groups because their threads launch in no fixed order.
     """
 
     def __init__(self, groups: Mapping[tuple[str, str], Group], numbers: Sequence[int] = ()):
@@ -69,9 +69,9 @@ class Groups:
     ) -> Groups:
         """Create the groups. Every member calls it with the same arguments.
 
-        `levels` lists each level's groups, in job ranks; `name` numbers the first one. At the levels in `direct`, an
-        all_gather may send payloads directly from each rank to each other rank. At the other levels ranks share a link,
-        and a ring sends fewer bytes over it.
+        `levels` lists each level's groups, in job ranks. `name` is the first group's number. At the levels in
+        `direct`, an all_gather may send directly between all pairs of ranks. At the other levels, ranks share a link,
+        over which a ring sends fewer bytes.
         """
         mine: dict[tuple[str, str], Group] = {}
         members = members or Members.of()
@@ -139,7 +139,6 @@ class Groups:
 
     @property
     def is_idle(self) -> bool:
-        """True if every launched collective has been waited for."""
         return not any(group.under_way for group in self._groups.values())
 
     def settle(self) -> None:
@@ -148,7 +147,7 @@ class Groups:
                 flying.wait()
 
     def give_up(self) -> None:
-        """Close the groups' connections, so that ranks that wait in them get an error at once.
+        """Close the groups' connections, so that ranks waiting for a collective get an error at once.
 
         This rank's collectives may continue until the other ranks notice.
         """
@@ -157,7 +156,7 @@ class Groups:
         compat.destroy_groups(handles)
 
     def give_back(self) -> None:
-        """Close the groups later: their last collective may still run on a device or another rank."""
+        """Close idle groups later, because their last collective may still run on a device or another rank."""
         world = compat.world()
         if world is None or not self.is_idle:
             self.give_up()
@@ -173,9 +172,9 @@ _given_back: dict[Groups, weakref.finalize[..., Any]] = {}
 
 
 def given_back(members: Members) -> list[Callable[[], object]]:
-    """Take the functions that close these ranks' unused groups.
+    """Return functions that close unused groups of these ranks.
 
-    Call them after all members have called this function: no device then runs these groups' collectives.
+    Call the functions after all members have called `given_back`: no device then runs these groups' collectives.
     """
     if _open:
         gc.collect()  # an unused step in a reference cycle may still hold its groups
@@ -213,10 +212,10 @@ def _exchanged(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 
 
 def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work:
-    """Sum parts in rank order, or with the backend's reduce-scatter in its own order.
+    """Sum parts in rank order, or in the order of the backend's reduce_scatter or reduce.
 
-    In both cases one rank sums each part, so all ranks get the same bits. gloo's reduce_scatter is an all_reduce: it
-    takes 24 ms, and this function 10, for 8 MiB from each of two ranks (2026-11).
+    Each part is summed once, so all ranks get the same bits. gloo implements reduce_scatter as an all_reduce, which
+    takes 24 ms for 8 MiB from each of two ranks; this function takes 10 ms (2026-11).
     """
     value, out = transfer.value.view(-1), transfer.out.view(-1)
     is_even, is_summed = len(set(parts)) == 1, not _is_float8(value)
@@ -242,9 +241,9 @@ def _scattered(group: Group, transfer: Transfer, parts: tuple[int, ...]) -> Work
 
 
 def _root(group: Group, value: Tensor, parts: Sequence[int]) -> int | None:
-    """Return the place of the only rank that owns elements, if the backend's reduce or broadcast can be used.
+    """Return the index of the only rank that owns elements, if the backend is NCCL; else None.
 
-    Only NCCL's are used, because its ranks forward bytes, so that the root's link transfers them once. gloo's reduce
+    In NCCL's reduce and broadcast ranks forward bytes, so the root's link transfers them once. gloo's reduce
     overwrites inputs.
     """
     owners = [place for place, own in enumerate(parts) if own]
@@ -274,13 +273,13 @@ def _dealt(
     sizes: tuple[Sequence[int], Sequence[int]],
     finish: Callable[[], object] | None = None,
 ) -> Work:
-    """Run the backend's all_to_all; `sizes` are the elements sent to and received from each rank."""
+    """Run all_to_all; `sizes` holds the elements sent to, and received from, each rank."""
     going, coming = map(list, sizes)
     return group.start(_dist.all_to_all_single, out, value, coming, going, finish=finish)
 
 
 def _as_bytes(value: Tensor) -> Tensor:
-    """View a tensor flat, and as bytes if float8, which gloo does not support."""
+    """Flatten a tensor, and view float8, which gloo lacks, as bytes."""
     flat = value.view(-1)
     return flat.view(torch.uint8) if _is_float8(flat) else flat
 
@@ -292,7 +291,7 @@ def _is_float8(value: Tensor) -> bool:
 class NullTransport:
     """Transport without a network, for timing: collectives finish at once with this rank's own values.
 
-    Its ranks' indices are those in `network`, if given.
+    `place` returns the index in `network`, or 0 without one.
     """
 
     def __init__(self, network: Transport | None = None) -> None:
@@ -308,10 +307,10 @@ class NullTransport:
         return Done()
 
     def start(self, transfer: Transfer) -> Work:
-        """Copy this rank's part to all output parts of its size.
+        """Copy this rank's part to all output parts of the same size.
 
-        Other parts keep an earlier step's payloads, or zeros in a new buffer, which some decoders reject (top-k needs
-        distinct indices): run a step over the network first.
+        The other parts keep an earlier step's payloads. In a new buffer they are zero, which some decoders reject
+        (top-k needs distinct indices), so run a step over the network first.
         """
         place = self.place(transfer.level)
         parts = transfer.parts(place)
@@ -376,7 +375,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A collective in flight. `output` is valid after `work` and `arrived`, if set."""
+    """A collective in flight. `output` is valid after waiting for `work` and calling `arrived`, if set."""
 
     launch: Launch
     output: Tensor

@@ -1,4 +1,4 @@
-"""Draw several runs' numbers over one axis: long lines thinned, gaps left open.
+"""Plot a number of several runs on one axis. Long lines are thinned, and not joined across gaps.
 
 Positions are percentages of the width. Each column of a plot keeps its lowest and highest point, so no peak is lost.
 """
@@ -18,11 +18,11 @@ HEIGHT = 260
 COLORS = ("one", "two", "three", "four", "five", "six")
 _COLUMNS, _POINTS_OF_ALL = 300, 1800  # columns per plot; points of all its lines, to keep pages small
 _SPOTS = 80  # ranges of the axis with a tooltip
-_GAP = 5.0  # largest distance of joined points, in median distances
-_LOG = 100.0  # ratio of values for a logarithmic axis
+_GAP = 5.0  # largest distance of joined points, in median distances of successive steps
+_LOG = 100.0  # ratio of values from which an axis is logarithmic
 _TICKS, _MOST_TICKS = 6, 10
 LARGEST = 1e100
-"""Limit of the drawn values."""
+"""Only values of smaller magnitude are drawn."""
 
 Point = tuple[float, float]
 
@@ -34,7 +34,7 @@ class PlotLine:
     parts: Sequence[Sequence[Point]]
     """Groups of joined points, in logged order."""
     crosses: Sequence[Point] = ()
-    """Values that cannot be drawn."""
+    """Points whose value is not finite or too large."""
     is_mean: bool = False
     """True for a moving average, drawn over its pale original."""
 
@@ -52,7 +52,7 @@ class PlotLine:
 
 
 def line_of(name: str, number: int, steps: Sequence[float], xs: Sequence[float], ys: Sequence[float]) -> PlotLine:
-    """Make a line, with gaps at values that cannot be drawn and where steps are missing or fall back."""
+    """Make a line, with gaps at values that cannot be drawn and where steps are missing or decrease."""
     usual = statistics.median(after - before for before, after in pairwise(steps)) if len(steps) > 1 else 0.0
     parts: list[list[Point]] = []
     crosses: list[Point] = []
@@ -90,7 +90,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Round numbers; powers of ten on a logarithmic axis, with 2s and 5s on a short one."""
+        """Labelled values: round numbers; on a logarithmic axis powers of ten, if short also times 2 and 5."""
         if not self.is_log:
             step = round_step(self.high - self.low, _TICKS)
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -102,7 +102,7 @@ class Axis:
 
 
 def round_step(whole: float, count: int) -> float:
-    """Return 1, 2 or 5 times a power of ten that divides `whole` into about `count`."""
+    """Return 1, 2 or 5 times a power of ten that divides `whole` into about `count` steps."""
     if whole <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(whole / count))
@@ -110,7 +110,7 @@ def round_step(whole: float, count: int) -> float:
 
 
 def line_plot(lines: Sequence[PlotLine], says_x: Callable[[float], str], unit: str = "") -> Drawing:
-    """Draw lines; empty without points. Values that cannot be drawn are crosses at the top."""
+    """Draw lines, with crosses at the top for values that cannot be drawn. Empty if no line has points."""
     points = [point for line in lines for part in line.parts for point in part]
     if not points:
         return Drawing()
@@ -183,7 +183,7 @@ def _along(part: Sequence[Point], across: Axis, up: Axis) -> str:
 def _spots(
     lines: Sequence[PlotLine], across: Axis, says_x: Callable[[float], str]
 ) -> Iterator[tuple[float, float, str]]:
-    """Yield left, width and tooltip of ranges, with each line's first point."""
+    """Yield (left, width, tooltip) of ranges of the axis. A tooltip lists each line's first point in the range."""
     words: list[list[str]] = [[] for _ in range(_SPOTS)]
     for line in lines:
         at: dict[int, Point] = {}

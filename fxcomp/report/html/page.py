@@ -57,12 +57,12 @@ def _drawn(block: Block, explanation: Explanation) -> Sequence[Drawing]:
 
 
 _MOST_LAYERS, _SMALL = 16, 0.005
-"""Maximum number of layers drawn, and minimum fraction of bytes of one."""
+"""Maximum number of layers drawn, and minimum fraction of all bytes in a drawn layer."""
 _PREDICTED, _MEASURED = ("six", "predicted"), ("two", "measured")
 
 
 class Bar(NamedTuple):
-    """A number with its text and its class in the style sheet: `best`, `other`, `measured`."""
+    """A bar: its label, length, text and CSS class (`best`, `other` or `measured`)."""
 
     name: str
     value: float
@@ -82,7 +82,6 @@ def steps(explanation: Explanation) -> Sequence[Drawing]:
 
 
 def race(explanation: Explanation) -> Sequence[Drawing]:
-    """Draw the plans that raced or may race."""
     digits, raced, choice = decimals(explanation.step_us), explanation.raced, explanation.choice
     runners = raced.runners if raced is not None else choice.runners if choice is not None else ()
     rows: list[Bar] = []
@@ -122,7 +121,7 @@ def layers(explanation: Explanation) -> list[Drawing]:
 
 
 def prediction(explanation: Explanation) -> list[Drawing]:
-    """Compare measured and predicted times: step, wait, and parts if lines were timed."""
+    """Compare predicted and measured times of the step, of its parts if lines were timed, and of raced plans."""
     digits, rows = decimals(explanation.step_us), list[tuple[str, float, float]]()
     if not math.isnan(explanation.measured_ms):
         rows.append(("step", explanation.step_us, 1e3 * explanation.measured_ms))
@@ -150,4 +149,4 @@ def _time(name: str, us: float, digits: int, kind: str) -> Bar:
 
 
 FIGURES: Mapping[str, Callable[[Explanation], Sequence[Drawing]]] = {"": steps, "Race": race, "Worth trying": race}
-"""Drawings above sections, by title."""
+"""Functions that draw above a section, by its title."""

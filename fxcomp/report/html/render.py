@@ -1,4 +1,4 @@
-"""Render a page: `page.html.j2` frames its sections, `shapes.html.j2` has a macro for each block.
+"""Render a page: `page.html.j2` frames its sections, `shapes.html.j2` has a macro for each kind of block.
 
 All text is escaped. A missing template variable is an error.
 """

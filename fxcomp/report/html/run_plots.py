@@ -1,4 +1,4 @@
-"""Plot runs on one page: each number over steps and over time."""
+"""Plot logged runs on one page: each metric over steps and over time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ METRICS: Mapping[str, Metric] = {
         "The part of a step that waits for the network alone; the median of recent steps.",
     ),
 }
-"""Numbers drawn by default."""
+"""Metrics plotted by default, by name in the log."""
 
 _READING = (
     "Long lines are thinned: each column of a plot keeps its lowest and its highest point. A line is not joined where"
@@ -52,7 +52,7 @@ _CAPTION = (
 
 
 def to_html(runs: Sequence[LoggedRun], smooth: int = 1) -> str:
-    """Return the page. Add moving averages over `smooth` points if that exceeds 1."""
+    """Return the page, with moving averages over `smooth` points if `smooth` exceeds 1."""
     sections: dict[str, Sequence[Drawing]] = {
         "": (drawn("table", _table_of(runs)), drawn("paragraph", _CAPTION, "dim"))
     }
@@ -130,7 +130,7 @@ def _row_of(run: LoggedRun) -> Sequence[str]:
 
 
 def _sent(run: LoggedRun) -> str:
-    """Return the GB that a run sent; empty if many steps lack them."""
+    """Return the GB that a run sent, as text; empty if many steps lack the number."""
     sent = run.series.get("sent_mb", {})
     known = {place: value for place, value in sent.items() if math.isfinite(value)}
     steps = max(run.steps) - min(run.steps) + 1

@@ -1,4 +1,4 @@
-"""Draw tracks on one scale, and list every task with its price and source.
+"""Draw tracks (predicted or measured steps) on one scale. List every task with its predicted time and source.
 
 Positions are percentages of the width, so that zooming does not scale text.
 """
@@ -16,7 +16,7 @@ from fxcomp.report.html.line_plot import round_step
 from fxcomp.report.html.render import Drawing, drawn
 from fxcomp.report.tracks import LANES, Grounds, TaskFacts, Track, facts_of
 
-_TICKS, _FINE = 8, 8  # ticks, and parts between two ticks once zoomed
+_TICKS, _FINE = 8, 8  # intervals between ticks, and parts of an interval once zoomed
 _THIN = 0.12  # percent of the width below which a task gets a visible stroke
 _NUMBERED = 1.4  # percent of the width from which a task shows its bucket
 _CAPTION = (
@@ -35,7 +35,7 @@ Told = tuple[Track, Mapping[str, TaskFacts]]
 
 
 class _Row(NamedTuple):
-    """Tasks of a stream and the step's end in percent, or a track's title."""
+    """A stream's tasks, and the step's end in percent of the width; or a track's title."""
 
     name: str
     end: float = 0.0
@@ -43,7 +43,7 @@ class _Row(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A rectangle of a lane, in percent."""
+    """A task's rectangle, in percent of the width, with CSS classes, tooltip and bucket index."""
 
     left: float
     width: float
