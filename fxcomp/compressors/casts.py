@@ -69,7 +69,7 @@ class BF16(CastCompressor):
 @register
 @dataclass(frozen=True, slots=True)
 class FP16(CastCompressor):
-    """Half precision, two bytes a value: three more bits than bf16, and a smaller range.
+    """Half precision, two bytes a value: three more mantissa bits than bf16, and a smaller range.
 
     The bucket is first divided by the number of ranks, because a sum over ranks could exceed fp16's limit, 65504.
     Larger values become inf, and their residual stays unchanged. Values below 6e-5 lose precision and values below

@@ -30,7 +30,7 @@ DEFAULT_BLOCK = 128  # scales add 1/32 byte per value
 @register
 @dataclass(frozen=True, slots=True)
 class Int4(SymmetricCompressor):
-    """Four bits a value: an eighth of the bytes, with error feedback."""
+    """Four bits a value: an eighth of fp32. Needs error feedback unless stochastic."""
 
     block: int = DEFAULT_BLOCK
     stochastic: bool = False

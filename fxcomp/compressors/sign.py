@@ -31,7 +31,7 @@ DEFAULT_BLOCK = 512
 @register
 @dataclass(frozen=True, slots=True)
 class Sign(BlockCompressor):
-    """The sign of each value: a thirtieth of the bytes; only with error feedback."""
+    """The sign of each value: a thirtieth of fp32. Needs error feedback."""
 
     block: int = DEFAULT_BLOCK
 

@@ -51,7 +51,7 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
-    """Send the values that reach each segment's threshold, given as bits. Also return each segment's count."""
+    """Send the values that reach each segment's threshold (a magnitude's bits). Also return how many reach it."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
@@ -108,6 +108,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
             continue
         values = section[4 : 4 + 4 * room].clone().view(torch.float32)
         kept = places.read(section[4 + 4 * room :][: places.bytes_of(len(piece), room)], len(piece), room)
-        # Addition makes a sent -0 a 0, as the mean over ranks does. Unused slots add 0 to place 0.
+        # Addition turns a sent -0 into 0, as the mean over ranks does. Unused slots add 0 to place 0.
         piece.index_add_(0, kept, values)
     return out
