@@ -143,7 +143,7 @@ class Compressor(Declared):
         agreed: Tensor | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Fill `out` with the mean over ranks, flat fp32. `state` is the state after encoding."""
+        """Fill `out` with the mean over ranks, flat fp32."""
         received = DecoderInput(payloads, ranks, tuple(segments), agreed, state)
         check_decode(self, received, out)
         if kernels.can_run_on(out) and self.decode_on_cpu(received, out):
@@ -171,7 +171,7 @@ def find_kernel(kind: type[Compressor], what: str) -> str | None:
 
 
 def mean_over_ranks(decoded: Sequence[Tensor]) -> Tensor:
-    """Return the mean of decoded payloads: summed in the given order, then multiplied once by 1 / ranks."""
+    """Sum decoded payloads in the given order, then multiply once by 1 / ranks."""
     total = decoded[0]
     for other in decoded[1:]:
         total = total + other

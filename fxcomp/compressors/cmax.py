@@ -54,7 +54,6 @@ RUN = 1024
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Sum each run of 1024 values in 64 lanes, then the runs' sums likewise."""
     runs = sum_in_lanes(pad(values, (0, -len(values) % RUN)).view(-1, RUN))
     return sum_in_lanes(runs.view(1, -1)).flatten()
 
@@ -67,7 +66,7 @@ def _drawn(scale: Tensor, bits: int) -> Tensor:
 @register
 @dataclass(frozen=True, slots=True)
 class CMax(Compressor):
-    """Index and sign of each chunk's largest value: 1/60 to 1/100 of fp32's bytes. Needs error feedback."""
+    """Index and sign of each chunk's largest value: 1/60 to 1/100 of fp32's bytes."""
 
     chunk: int = 16
 

@@ -11,7 +11,6 @@ import torch
 from fxcomp.compressors import CATALOGUE, Compressor, Parameter
 
 TYPICAL: dict[str, float] = {"ratio": 0.01, "rank": 4}
-"""Values for parameters without a default."""
 
 
 def examples() -> list[Compressor]:
@@ -25,7 +24,6 @@ def examples() -> list[Compressor]:
 
 
 def ours() -> list[type[Compressor]]:
-    """Return the compressors of this package."""
     return [kind for kind in CATALOGUE.values() if kind.__module__.startswith("fxcomp.")]
 
 

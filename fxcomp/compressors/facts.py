@@ -83,7 +83,7 @@ class Facts:
     """Formula of a segment's payload bytes."""
     payload_dtype: torch.dtype = torch.uint8
     is_linear: bool = False
-    """True if an all_reduce can sum payloads. Other payloads are gathered."""
+    """An all_reduce can sum the payloads. Other payloads are gathered."""
     bias: Bias
     feedback: Feedback
     passes: int = 1
@@ -106,13 +106,11 @@ class Facts:
     grain: str = ""
     """Name of the parameter for the values per scale or code. Shards are cut at its multiples; if empty, anywhere."""
     is_joined: bool = False
-    """True if a bucket's payload is the concatenation of its segments' payloads."""
+    """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False
     """The compressor uses the parameters' shapes, and cannot compress a shard."""
     use: str
-    """When to use the compressor."""
     avoid: str
-    """When not to use it."""
     source: str
 
 
@@ -229,7 +227,7 @@ class Declared(ABC):
 
     @property
     def grain(self) -> int:
-        """Number of values per scale or code. Shards are cut at its multiples."""
+        """Number of values per scale or code."""
         return int(getattr(self, self.facts.grain)) if self.facts.grain else 1
 
     # Derived

@@ -17,7 +17,7 @@ from fxcomp.errors import BadTensor
 
 
 class EncoderInput(NamedTuple):
-    """Input of `encode` and `propose` on one rank. No computation mixes two segments."""
+    """Input of `encode` and `propose` on one rank."""
 
     bucket: Tensor
     residual: Tensor | None

@@ -4,8 +4,7 @@
     code    = 0 1 2 3 for v <= -scale, < 0, < scale, other  floor(v / scale + 1.5 + u), u uniform in [0, 1)
     decoded = (code - 1.5) * scale
 
-Payload and blocks as in `block_codes.py`; a block is a multiple of four values. The mean is summed in a fixed order. A
-block whose scale is not finite decodes to NaN, and its residual stays unchanged.
+`block_codes.py` defines blocks and payload. A block is a multiple of four values. The mean is summed in a fixed order.
 
 With scale c mean|v|, a block's squared error is below its squared norm by at least (c - c^2/4) n mean|v|^2, so error
 feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512 (log-normal: the product with

@@ -5,8 +5,7 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, in two's complement. A block with a value that is not finite decodes to NaN,
-and its residual stays unchanged.
+`block_codes.py` defines blocks, payload and the treatment of values that are not finite. Codes are two's complement.
 
 The relative squared error is about 5.5e-5 for Gaussian values and 1.2e-4 for Laplace, twice that if stochastic.
 Training follows the dense loss without error feedback (docs/benchmarks/convergence.md), so feedback is optional.

@@ -32,7 +32,6 @@ def form_of(n: int, slots: int) -> int:
 
 
 def bytes_of(n: int, slots: int) -> int:
-    """Return a section's size in bytes."""
     form = form_of(n, slots)
     return _low_bytes(slots, form) + _bit_bytes(n, slots, form)
 

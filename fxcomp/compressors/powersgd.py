@@ -5,7 +5,7 @@
     P_hat    = orthonormal(sum of P)             the same on every rank
     payload  : Q = MᵀP_hat                       summed over the ranks, and kept as the next step's Q
     decoded  = P_hat (sum of Q)ᵀ
-    residual = M - P_hat Qᵀ                      with the rank's own Q
+    residual = M - P_hat Qᵀ
 
 For a given P_hat, the sum of payloads decodes to the sum of matrices. The first Q is random. Each step starts from the
 last Q, which converges to the gradient's largest singular vectors. The residual uses the rank's own Q, because with the
@@ -15,8 +15,8 @@ Vectors, and matrices with rows * columns <= 2 rank (rows + columns), are sent d
 formulas `rank` is the compressor's parameter, the number of columns of a factor.
 
 Layout, by segment: the proposal has `rank` columns of P, each `rows` long, for matrices only. Payload and state have
-`rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` sets `columns`, 0 for dense.
-Without it, a segment is treated as the most nearly square matrix of its size.
+`rank` columns of Q, each `columns` long, or the n values of a dense segment. Before `bound_to`, a segment is treated as
+the most nearly square matrix of its size.
 
 P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So all ranks and machines
 compute the same bits, with or without kernels.

@@ -119,9 +119,7 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return each segment's stride for a thin sample: 1 % of the values, at least 64 / ratio. Strides are odd, because
-    even strides would sample few columns of a matrix.
-    """
+    """Return each segment's stride for a thin sample: 1 % of the values, at least 64 / ratio. Odd, to vary columns."""
     return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
@@ -145,7 +143,7 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if the count differs from `reaching` by more than 5 % and by more than its standard deviation."""
+    """Return True if `reached` differs from `reaching` by more than 5 % and by more than its standard deviation."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 

@@ -7,8 +7,7 @@
     capacity  = min(n, ceil(1.3 * k))
 
 Payload, as bytes: for each nonempty segment the count as int32, `capacity` fp32 values by ascending place (index in
-the segment), and the places as in places.py, padded to a multiple of four. Unused slots are zero. With c slots and
-P(n, c) from topk.py, a segment has 4 + 4c + P(n, c) bytes.
+the segment), and the places as in places.py, padded to a multiple of four. Unused slots are zero.
 
 If more values survive than `capacity`, the largest are sent. Ties, values that are not finite and the residual are
 handled as in topk.py. Zeros are never sent.

@@ -4,7 +4,7 @@
     decoded = v at the k places of largest |v|, 0 elsewhere
 
 Payload, as bytes: for each segment its k fp32 values by ascending place, then their places as in places.py, padded to a
-multiple of four. Places take P(n, k) = min(n, 9k + n/2^8, 17k + n/2^16) / 8 bytes.
+multiple of four.
 
 Of equal magnitudes, the lower place is sent. Magnitudes are compared as bit patterns, so values that are not finite are
 the largest. The residual is 0 for a sent value, v for others, and unchanged if v is not finite.
@@ -92,7 +92,7 @@ def as_fraction(ratio: float) -> tuple[int, int]:
 @register
 @dataclass(frozen=True, slots=True)
 class TopK(Compressor):
-    """The k values of largest magnitude. Needs error feedback."""
+    """The k values of largest magnitude."""
 
     ratio: float
 
