@@ -70,11 +70,11 @@ class Compressor(Declared):
         raise NotImplementedError(f"{self.name} compresses without an agreement")
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
-        """Return a segment's initial state. `key` seeds random numbers: equal on all ranks, unique to the parameter."""
+        """Return a segment's initial state. `key`, equal on all ranks and unique per parameter, seeds random bits."""
         return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Convert a segment's state from `before`, the same kind with other parameters, or return `fresh`."""
+        """Convert a segment's state from `before`, the same class with other parameters, or return `fresh`."""
         return state if state.shape == fresh.shape else fresh
 
     # Kernels, which a plug-in may override. They return False if the reference must run instead.
@@ -165,7 +165,7 @@ class Compressor(Declared):
 
 @cache
 def find_kernel(kind: type[Compressor], what: str) -> str | None:
-    """Return the name of a kernel in csrc/, or None if there is none."""
+    """Return the name of a compressor's kernel in csrc/, or None."""
     name = f"fxcomp_{kind.facts.name}_{what}"
     return name if kind.__module__.startswith(_OURS) and kernels.has(name) else None
 

@@ -104,7 +104,7 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Name of the parameter for the values per scale or code. Shards are cut at its multiples; if empty, anywhere."""
+    """Parameter that counts values per scale or code. Shards are cut at its multiples, or anywhere if empty."""
     is_joined: bool = False
     """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False

@@ -45,7 +45,7 @@ class DecoderInput(NamedTuple):
     segments: tuple[int, ...]
     agreed: Tensor | None = None
     state: Tensor | None = None
-    """State after encoding; given if `facts.decode_needs_state`."""
+    """State after encoding; needed only if `facts.decode_needs_state`."""
 
     @property
     def of_ranks(self) -> tuple[Tensor, ...]:

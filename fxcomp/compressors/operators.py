@@ -82,8 +82,6 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
 
 
 class _PieceReader:
-    """Reads a flat tensor part by part."""
-
     def __init__(self, whole: Tensor | None) -> None:
         self._whole, self._at = whole, 0
 

@@ -46,7 +46,7 @@ def stream_of(state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
 
 
 def bits(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
-    """Return 32 bits, as int64, for each of `count` counters."""
+    """Return 32 bits, as int64, for each of `count` counters from `start`."""
     counter = torch.arange(start, start + count, device=keys[0].device)
     return bits_at(keys, counter)
 

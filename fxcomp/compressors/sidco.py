@@ -62,9 +62,9 @@ class Controller:
     direction: float = 1.0
     calls_in_window: float = 0.0
     fitted: float = 0.0
-    """Sum over the window of the sampled values above the quantile, relative to t."""
+    """Sum over the window's steps of (sampled values above the quantile) / t."""
     reached: float = 0.0
-    """Sum over the window of the values that reached the threshold, relative to k."""
+    """Sum over the window's steps of (values that reached the threshold) / k."""
     deviation: float = _FAR
     """|mean of `fitted` - 1| in the last window."""
     bad_windows: float = 0.0
@@ -72,7 +72,7 @@ class Controller:
     calls: float = 0.0
 
     def after(self, fitted: float, reached: float, most_stages: int) -> Controller:
-        """Return the state after a call, in fp64; it is stored as fp32."""
+        """Return the state after a call, computed in fp64 and stored as fp32."""
         now = replace(
             self,
             calls=(self.calls + 1) % _CALLS,
@@ -119,7 +119,10 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return each segment's stride for a thin sample: 1 % of the values, at least 64 / ratio. Odd, to vary columns."""
+    """Return each segment's stride for a thin sample: 1 % of the values, at least 64 / ratio.
+
+    Strides are odd, so that samples of a matrix vary in column.
+    """
     return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
@@ -143,7 +146,7 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if `reached` differs from `reaching` by more than 5 % and by more than its standard deviation."""
+    """Return True if `reached` differs from `reaching` by more than 5 % and by more than the standard deviation."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 

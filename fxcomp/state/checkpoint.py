@@ -39,7 +39,7 @@ _NAME = re.compile(r"rank(\d+)\.(.+)")
 def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, Tensor]:
     """Name every tensor of a rank's state by rank and path in the state.
 
-    `rank` is the job rank, if the state's own is relative to a group.
+    `rank` is the rank in the job, if the state's rank is relative to a group.
     """
     tensors: dict[str, Tensor] = {}
     about = _without_tensors(state, "", tensors)
@@ -73,7 +73,7 @@ def _below(place: str, key: Any) -> str:
 
 
 def states_of(given: Any) -> list[Any]:
-    """Return the states in `given` (states, their tensors, or a list). Raises BadState if tensors are missing."""
+    """Return the states in `given`: states, their tensors, or a list. Raises BadState if tensors are missing."""
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):

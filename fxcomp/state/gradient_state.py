@@ -216,7 +216,7 @@ class GradientState:
                 self.owed[name].mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
-        """Rescale residuals by lr_old / lr_new, except for rates of zero. `names` lists each parameter group."""
+        """Rescale residuals by lr_old / lr_new, except for rates of zero. `names` has each group's parameters."""
         for group, rate in rates.items():
             if rate <= 0:
                 continue

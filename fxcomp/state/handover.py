@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Collectives on states. `topic` begins the topic of each."""
+    """Collectives on states. `topic` prefixes the topic of each collective."""
 
     peers: Ranks
     sum_over_ranks: Callable[[Tensor], None]

@@ -78,7 +78,7 @@ class Sums:
         return (total * factor).to(gradient.dtype)
 
     def share(self, count: Tensor | None, sum_over_ranks: Callable[[Tensor], object], ranks: int) -> Tensor:
-        """Return the weight of summed gradients: ranks / elements of the group on all ranks. Every rank calls it.
+        """Return the weight of summed gradients: `ranks` / (elements in the group on all ranks). Every rank calls it.
 
         `count` is the number of elements in the last micro-batch.
         """
@@ -103,7 +103,7 @@ class Inputs:
         habits = {owner.name: training.habits[owner.group].counters for owner in training.owned}
         self._owners = training.owners
         self._counters = habits if any(habits.values()) else {}
-        """Increments of Python numbers in optimizer states, by parameter and key."""
+        """Increments per step of Python numbers in optimizer states, by parameter and key."""
         self._stateless = set[str]()
         """Names of parameters known to have no optimizer state."""
         self.numbers: Sequence[Mapping[str, float]] = ()

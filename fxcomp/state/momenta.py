@@ -120,14 +120,14 @@ class Momenta:
     def __init__(self, graph: GraphModule, owners: Mapping[str, Owned], stages: Mapping[int, Plan]) -> None:
         self._owners = owners
         self._states_by = lru_cache(2)(partial(moved_states, graph))
-        """`moved_states` of this graph, cached because the guard calls it often."""
+        """Cached `moved_states` of this graph, by plan."""
         self._planned_for = next((step for step, plan in stages.items() if plan.moves_exchange), None)
         self.freezes_at = self._planned_for
         """First step that exchanges momenta after the last or next freeze. None if ranks exchange only gradients."""
         self._is_frozen = False
         self._goes_on = False
         self.is_thawed = False
-        """True while ranks exchange gradients again after momenta."""
+        """True while ranks exchange gradients after a thaw."""
         self._thaws = 0
 
     def resume(self, steps: int) -> None:
@@ -201,7 +201,7 @@ class Momenta:
         return moved | put_off | ({_THAWED: self.is_thawed, _THAWS: self._thaws} if self._thaws else {})
 
     def thaw(self, step: int, plan: Plan, energies: Mapping[str, float]) -> None:
-        """Unfreeze second moments, scale up those with an energy above 1, and choose the step of the next freeze.
+        """Unfreeze second moments, multiply them by energies above 1, and choose the step of the next freeze.
 
         The time until the next freeze doubles with each thaw, and is long enough for the scaling to decay. If an energy
         is not finite, moments are not frozen again.
@@ -229,8 +229,8 @@ def steps_to_forget(times: float, beta2: float) -> int:
 def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
     """Clamp second moments from below, because updates are divided by them until a thaw; the same on all ranks.
 
-    An element that never had a gradient has a second moment of 0. The bound is a fraction of the tensor's mean, or of
-    the mean of the other tensors' means if that is 0. Non-finite tensors are unchanged.
+    An element that never had a gradient has a second moment of 0. The bound is a fraction of the tensor's mean, or, if
+    the mean is 0, of the mean of other tensors' means. Non-finite tensors are unchanged.
     """
     found = [owners[name].state[each.magnitude] for name, each in moved.items() if each.magnitude is not None]
     means = [float(value.double().mean()) for value in found]
@@ -247,7 +247,7 @@ def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owne
 
 
 class SavedMomenta(NamedTuple):
-    """The exchange of momenta in a rank's saved state."""
+    """Fields of a rank's saved state for the exchange of momenta."""
 
     moved: list[str]
     is_thawed: bool

@@ -184,7 +184,7 @@ class Agreed:
 
 
 def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> Agreed | None:
-    """Validate all ranks' states, if any. Every rank calls it. `sizes` has the elements of all parameters.
+    """Validate all ranks' states, if any. Every rank calls it. `sizes` has each parameter's number of elements.
 
     Raises BadState on all ranks if states do not match, and PeerFailed if another rank's state is bad.
     """
@@ -233,8 +233,8 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 def restore(agreed: Agreed, into: GradientState, trained: Mapping[str, int], sharing: Sharing) -> None:
     """Load the states into the current plan's state. Every rank calls it.
 
-    `trained` has the elements of each parameter with a gradient, in the same order on all ranks. Raises BadState if
-    shared states of compressors differ.
+    `trained` has the number of elements of each parameter with a gradient, in the same order on all ranks. Raises
+    BadState if shared states of compressors differ.
     """
     states, rank = agreed.states, sharing.peers.rank
     sharing.attempt("reporting lost residuals", lambda: tell_what_is_lost(agreed, trained, rank))

@@ -57,7 +57,7 @@ def start(
 
 @contextmanager
 def launches_told(tell: Callable[[Sequence[Tensor]], object]) -> Generator[None]:
-    """Pass each launch's tensors to the callback within this context; no kernel runs. For meta tensors."""
+    """Within this context, pass each launch's tensors to the callback and run no kernel. For meta tensors."""
     token = _told.set(tell)
     try:
         yield

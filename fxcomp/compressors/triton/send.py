@@ -85,7 +85,7 @@ def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, AB
 
 @jit
 def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
-    """Count first digits locally before adding, because most fall into the same bins."""
+    """Count leading digits in a local histogram first, because most fall into the same bins."""
     digit = magnitude >> SHIFT
     lowest = tl.min(tl.where(is_there, digit, BINS - 1), axis=0)
     is_near = is_there & (digit - lowest < NEAR)
@@ -246,7 +246,7 @@ def _read_values(values, first, length, TILE: constexpr):
 
 @jit
 def _count(table, values, lengths, decisions, counts, tiles, SHAPE: constexpr):
-    """Count a tile's values that are larger than the decision's magnitude, and equal to it."""
+    """Count a tile's values: larger than the decision's magnitude, and equal to it."""
     segment, _ = segment_of(table)
     length = tl.load(lengths + tl.program_id(0))
     last = tl.load(decisions + segment * DECISION_COLUMNS + 1)

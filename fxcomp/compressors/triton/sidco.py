@@ -226,7 +226,7 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
 
 @jit
 def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write magnitudes at indices of a segment, as the bits of a float; -1 after its end."""
+    """Write the magnitudes at a segment's indices `place`, as bits; -1 after the segment's end."""
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)
