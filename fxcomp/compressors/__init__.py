@@ -7,7 +7,7 @@
 - randomness: random numbers from counters.
 - gaussian_error: errors on Gaussian values.
 - casts, block_codes, places, survivors, tail_fits: shared code.
-- examples: one instance of each, for pages, tests and `calibrate`.
+- examples: one instance of each compressor.
 """
 
 from fxcomp.compressors.base import Compressed, Compressor

@@ -58,7 +58,7 @@ class Compressor(Declared):
     def compress_reference(self, given: EncoderInput) -> Compressed:
         """Compress v = bucket + residual; the new residual is v - decompress(payload).
 
-        A non-finite v decodes to a non-finite value, which every rank detects, and its residual stays unchanged.
+        Non-finite values decode to non-finite values, which every rank detects. Their residuals stay unchanged.
         """
 
     @abstractmethod
@@ -70,11 +70,11 @@ class Compressor(Declared):
         raise NotImplementedError(f"{self.name} compresses without an agreement")
 
     def fresh_state(self, size: int, key: int, rank: int) -> Tensor:
-        """Return a segment's initial state. `key` is the same on all ranks and differs between parameters."""
+        """Return a segment's initial state. `key`, equal on all ranks and unique per parameter, seeds random bits."""
         return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Convert a segment's state from `before`, which has other parameters; `fresh` is an initial state."""
+        """Convert a segment's state from `before`, the same class with other parameters, or return `fresh`."""
         return state if state.shape == fresh.shape else fresh
 
     # Kernels, which a plug-in may override. They return False if the reference must run instead.
@@ -143,7 +143,7 @@ class Compressor(Declared):
         agreed: Tensor | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Fill `out` with the mean over ranks, flat fp32. `state` is the state after encoding."""
+        """Fill `out` with the mean over ranks, flat fp32."""
         received = DecoderInput(payloads, ranks, tuple(segments), agreed, state)
         check_decode(self, received, out)
         if kernels.can_run_on(out) and self.decode_on_cpu(received, out):
@@ -165,13 +165,13 @@ class Compressor(Declared):
 
 @cache
 def find_kernel(kind: type[Compressor], what: str) -> str | None:
-    """Return the name of a kernel in csrc/, or None if there is none."""
+    """Return the name of a compressor's kernel in csrc/, or None."""
     name = f"fxcomp_{kind.facts.name}_{what}"
     return name if kind.__module__.startswith(_OURS) and kernels.has(name) else None
 
 
 def mean_over_ranks(decoded: Sequence[Tensor]) -> Tensor:
-    """Sum in the given order, then multiply once: the same bits on every rank."""
+    """Sum decoded payloads in the given order, then multiply once by 1 / ranks."""
     total = decoded[0]
     for other in decoded[1:]:
         total = total + other

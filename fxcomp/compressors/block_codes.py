@@ -11,8 +11,8 @@ Its last block may be short.
 A block whose scale is not finite gets scale NaN and codes 0: it decodes to NaN, and its residual stays unchanged. Other
 scales are at most `most_scale`, so decoded values are finite.
 
-Stochastic rounding draws u in [0, 1) by a value's index in its segment. Each rank has its own random stream, because
-errors from equal draws would add up.
+Stochastic rounding draws u in [0, 1) for each value from its index in the segment. Each rank has its own random stream,
+because errors from equal draws would add up.
 
 References use one row per block:
 
@@ -47,7 +47,7 @@ def split(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def to_blocks(flat: Tensor, segments: Sequence[int], block: int) -> Tensor:
-    """Return the blocks as rows."""
+    """Return one row per block, padded with zeros."""
     rows = [pad(piece, (0, -len(piece) % block)).view(-1, block) for piece in split(flat, segments)]
     return torch.cat([flat.new_empty(0, block), *rows])
 
@@ -99,15 +99,15 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Return a column of scales, not finite if the row is not. `sizes`: values per row, a column."""
+        """Return each row's scale, not finite if the row is not. Scales and `sizes` (values per row) are columns."""
 
     @abstractmethod
     def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
-        """Return the code of each value, uint8. `uniform` is 0 without stochastic rounding."""
+        """Return the code of each value, uint8. `uniform` has u for each value, 0 without stochastic rounding."""
 
     @abstractmethod
     def values(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """Decode codes."""
+        """Return the decoded value of each code."""
 
     def __post_init__(self) -> None:
         Compressor.__post_init__(self)
@@ -184,7 +184,7 @@ class SymmetricCompressor(BlockCompressor):
 
     @property
     def levels(self) -> int:
-        """Codes on each side of zero: an asymmetric range would clip the shorter side."""
+        """Number of codes on each side of zero. An asymmetric range would clip one side."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -215,7 +215,7 @@ class SymmetricCompressor(BlockCompressor):
 
 @cache
 def most_scale(largest_value: float) -> float:
-    """Return the largest scale whose product with `largest_value` is finite. The quotient may round up."""
+    """Return the largest fp32 scale whose product with `largest_value` is finite."""
     largest = torch.tensor(largest_value)
     scale = torch.finfo(torch.float32).max / largest
     return (scale if (scale * largest).isfinite() else scale.nextafter(torch.tensor(0.0))).item()
@@ -226,7 +226,7 @@ def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def sum_in_lanes(rows: Tensor) -> Tensor:
-    """Return the sum of each row, as a column: add 64 lanes, then repeatedly the upper half to the lower."""
+    """Return row sums, as a column: every 64th value in one of 64 lanes, then repeatedly upper plus lower half."""
     terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
@@ -253,7 +253,7 @@ def place_of_largest(rows: Tensor) -> Tensor:
 def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:
     """Round v / scale to an integer within -levels..levels, in two's complement.
 
-    Round to nearest, ties to even, or add u and round down, which is unbiased.
+    If `at_random`, add u and round down, which is unbiased; else round to nearest, ties to even.
     """
     quotient = (rows / torch.where(scale > 0, scale, 1.0)).clamp(-levels, levels)
     whole = (quotient + uniform).floor().clamp_max(levels) if at_random else quotient.round()

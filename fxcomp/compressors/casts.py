@@ -2,7 +2,7 @@
 
     payload = v rounded to nearest, ties to even        decoded = fp32(payload)
 
-Payload: one element per value. If v rounds to infinity, its residual stays unchanged.
+If v rounds to infinity, its residual stays unchanged.
 """
 
 from __future__ import annotations
@@ -69,11 +69,10 @@ class BF16(CastCompressor):
 @register
 @dataclass(frozen=True, slots=True)
 class FP16(CastCompressor):
-    """Half precision, two bytes a value: three more bits than bf16, and a smaller range.
+    """Half precision, two bytes a value: three more mantissa bits than bf16, and a smaller range.
 
     The bucket is first divided by the number of ranks, because a sum over ranks could exceed fp16's limit, 65504.
-    Larger values become inf, and their residual stays unchanged. Values below 6e-5 lose precision and values below
-    3e-8 become zero, so scale the loss.
+    Larger values become inf. Values below 6e-5 lose precision and values below 3e-8 become zero, so scale the loss.
 
     The relative squared error is 4e-8 for values of unit size, so error feedback is not needed.
     """

@@ -1,4 +1,4 @@
-"""Compressors by name: register one with its ops, and parse its text form: `bf16`, `int8(block=128)`, `topk(0.01)`.
+"""Register compressors and their ops, and parse the text form: `bf16`, `int8(block=128)`, `topk(0.01)`.
 
 The functional ops run `encode`, `decode` and `propose` on fresh tensors, so a graph and the emitted code compute the
 same:
@@ -42,7 +42,7 @@ IN_EXAMPLES = dict.fromkeys(
 """Folder of the example package, by compressor name."""
 
 _BY_OP: dict[OpOverload, type[Compressor]] = {}
-"""Class by op, replaced classes included."""
+"""Class of each op, including ops of replaced classes."""
 
 Kind = TypeVar("Kind", bound=type[Compressor])
 
@@ -170,7 +170,7 @@ def _announced(name: str) -> EntryPoint:
 
 @cache
 def warn_of_shadowed() -> None:
-    """Warn once of entry points named as a registered compressor."""
+    """Warn once of entry points with the name of a compressor that another module registered."""
     for point in entry_points(group=ENTRY_POINTS):
         taken = CATALOGUE.get(point.name)
         if taken is not None and point.value.partition(":")[0] != taken.__module__:

@@ -12,15 +12,15 @@ a plane of one. Planes are packed as in `block_codes.py`. Zeros pad a segment's 
 A chunk of zeros must decode to zeros, because an embedding row without a gradient must not change. All codes are in
 use, and another bit per chunk would add a fifth to the payload. So a segment with chunks of zeros has a negative scale,
 and the code that `_drawn` hashes from the scale means zero. A chunk that needs this code for its own value is not sent:
-it stays in the residual, which changes the next scale and zero code. A fixed zero code would never send one of the
-pairs of index and sign.
+it stays in the residual, which changes the next scale and zero code. With a fixed zero code, one pair of index and sign
+could never be sent.
 
 The scale minimises the squared error of the sent values: relative to |v|^2, 0.60 for Gaussian values at N = 8, 0.73 at
 N = 16.
 
 Of equal magnitudes the lowest index is sent. If the sum of a segment's largest magnitudes is not finite, its scale is
-NaN and its codes are 0: it decodes to NaN, and its residual stays unchanged. The order of the sum is fixed: runs of
-1024 chunks in 64 lanes, then the runs in 64 lanes.
+NaN and its codes are 0: it decodes to NaN, and its residual stays unchanged. The order of the sum is fixed: each run of
+1024 chunks in 64 lanes (partial sums), then the sums of runs in 64 lanes.
 """
 
 from __future__ import annotations
@@ -50,24 +50,23 @@ from fxcomp.compressors.inputs import DecoderInput, EncoderInput
 from fxcomp.errors import BadOption
 
 RUN = 1024
-"""Chunks per partial sum; the same number as in csrc/cmax.cpp."""
+"""Chunks per run; the same number as in csrc/cmax.cpp."""
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Sum each run of values, then the runs, in 64 lanes each."""
     runs = sum_in_lanes(pad(values, (0, -len(values) % RUN)).view(-1, RUN))
     return sum_in_lanes(runs.view(1, -1)).flatten()
 
 
 def _drawn(scale: Tensor, bits: int) -> Tensor:
-    """Hash a scale's bits without its sign to `bits` bits."""
+    """Hash a scale's magnitude to `bits` bits."""
     return ((scale.view(torch.int32) & 0x7FFFFFFF).to(torch.int64) * 2654435769 & 0xFFFFFFFF) >> (32 - bits)
 
 
 @register
 @dataclass(frozen=True, slots=True)
 class CMax(Compressor):
-    """Index and sign of each chunk's largest value: 1/60 to 1/100 of the bytes; only with error feedback."""
+    """Index and sign of each chunk's largest value: 1/60 to 1/100 of fp32's bytes."""
 
     chunk: int = 16
 
@@ -117,7 +116,7 @@ class CMax(Compressor):
         return mean_over_ranks([self._decompress_one(payload, received.segments) for payload in received.of_ranks])
 
     def _encode(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the signed scale, the codes and the decoded rows."""
+        """Return a segment's signed scale, codes and decoded values. A row is a chunk."""
         places = place_of_largest(rows)
         largest = rows.gather(1, places).flatten()
         is_zero = largest == 0

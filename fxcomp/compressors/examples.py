@@ -11,11 +11,10 @@ import torch
 from fxcomp.compressors import CATALOGUE, Compressor, Parameter
 
 TYPICAL: dict[str, float] = {"ratio": 0.01, "rank": 4}
-"""Values for parameters without a default."""
 
 
 def examples() -> list[Compressor]:
-    """Return each built-in compressor with typical parameters, and again with each other bool or choice."""
+    """Return each built-in compressor with typical parameters, and a variant for each alternative bool or choice."""
     found: list[Compressor] = []
     for kind in sorted(ours(), key=lambda kind: kind.facts.name):
         first = example_of(kind)
@@ -25,7 +24,6 @@ def examples() -> list[Compressor]:
 
 
 def ours() -> list[type[Compressor]]:
-    """Return the compressors of this package."""
     return [kind for kind in CATALOGUE.values() if kind.__module__.startswith("fxcomp.")]
 
 

@@ -32,7 +32,7 @@ class Feedback(Enum):
     REQUIRED = "required"
     OPTIONAL = "optional"
     FORBIDDEN = "forbidden"
-    """Feedback diverges: the compressor is unbiased, and its error can exceed its input."""
+    """Feedback would diverge, because the compression error can exceed the input."""
 
 
 class Bias(Enum):
@@ -40,12 +40,12 @@ class Bias(Enum):
 
     UNBIASED = "unbiased"
     ROUNDING = "rounding"
-    """Less than a rounding step, without a preferred direction."""
+    """A mean error below one rounding step, in no preferred direction."""
     BIASED = "biased"
 
 
 class ProposalReduction(Enum):
-    """Reduction of the ranks' proposals before they compress."""
+    """Reduction of the ranks' proposals before compression."""
 
     SUM = "sum"
     MAX = "max"
@@ -53,7 +53,7 @@ class ProposalReduction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter and its range."""
+    """A compressor's parameter and its range."""
 
     name: str
     meaning: str
@@ -80,20 +80,20 @@ class Facts:
     name: str
     summary: str
     payload: str
-    """Payload bytes of n values."""
+    """Formula of a segment's payload bytes."""
     payload_dtype: torch.dtype = torch.uint8
     is_linear: bool = False
-    """An all_reduce can sum payloads; otherwise they are gathered."""
+    """An all_reduce can sum the payloads. Other payloads are gathered."""
     bias: Bias
     feedback: Feedback
     passes: int = 1
-    """Reads of the whole gradient from main memory while encoding."""
+    """Number of times that encoding reads the whole gradient from main memory."""
     parameters: tuple[Parameter, ...] = ()
     """Fields in the text form. A plan records only these."""
     filled_in: tuple[str, ...] = ()
-    """Fields that `bound_to` computes, equal on every rank."""
+    """Names of fields that `bound_to` computes, equal on every rank."""
     state: str = "none"
-    """Bytes kept between steps besides the residual."""
+    """Formula of a segment's bytes kept between steps, without the residual."""
     state_dtype: torch.dtype = torch.float32
     decode_needs_state: bool = False
     """Decoding needs the state after encoding, to draw the same random numbers."""
@@ -104,15 +104,13 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Name of the parameter that sets the values per scale or code. Shards are cut at multiples; anywhere if empty."""
+    """Parameter that counts values per scale or code. Shards are cut at its multiples, or anywhere if empty."""
     is_joined: bool = False
     """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False
     """The compressor uses the parameters' shapes, and cannot compress a shard."""
     use: str
-    """When to use the compressor."""
     avoid: str
-    """When not to use it."""
     source: str
 
 
@@ -128,7 +126,7 @@ class FieldInfo(NamedTuple):
     name: str
     type: str
     default: Any
-    """MISSING without a default."""
+    """MISSING if the field has no default."""
 
     @property
     def has_default(self) -> bool:
@@ -229,7 +227,7 @@ class Declared(ABC):
 
     @property
     def grain(self) -> int:
-        """Number of values with a common scale or code; shards are cut at its multiples."""
+        """Number of values per scale or code."""
         return int(getattr(self, self.facts.grain)) if self.facts.grain else 1
 
     # Derived
@@ -264,7 +262,7 @@ class Declared(ABC):
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """All fields, as in the ops' schemas after `segments`."""
+        """Values of all fields, in the order of the ops' schemas."""
         this: Any = self
         return tuple(getattr(self, field.name) for field in fields(this))
 

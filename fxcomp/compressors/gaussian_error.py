@@ -83,6 +83,6 @@ def _values() -> Tensor:
 
 
 def _squares(values: Tensor) -> float:
-    """Sum exactly, with one rounding at the end."""
+    """Return the sum of squares, rounded once."""
     squares: Any = values.double().square()
     return math.fsum(squares.tolist())

@@ -17,7 +17,7 @@ from fxcomp.errors import BadTensor
 
 
 class EncoderInput(NamedTuple):
-    """Input of one rank. No computation mixes two segments."""
+    """Input of `encode` and `propose` on one rank."""
 
     bucket: Tensor
     residual: Tensor | None
@@ -38,14 +38,14 @@ class EncoderInput(NamedTuple):
 
 
 class DecoderInput(NamedTuple):
-    """Payloads of `ranks` ranks; for a linear compressor their sum, with ranks=1."""
+    """Input of `decode`: payloads of `ranks` ranks, or a linear compressor's summed payload with ranks=1."""
 
     payloads: Tensor
     ranks: int
     segments: tuple[int, ...]
     agreed: Tensor | None = None
     state: Tensor | None = None
-    """State after encoding; given if `facts.decode_needs_state`."""
+    """State after encoding; needed only if `facts.decode_needs_state`."""
 
     @property
     def of_ranks(self) -> tuple[Tensor, ...]:
@@ -63,7 +63,7 @@ def check_encode(compressor: Declared, given: EncoderInput, payload: Tensor) -> 
 def check_propose(compressor: Declared, given: EncoderInput, out: Tensor) -> None:
     call = _Call(compressor, "propose", given.segments, given.bucket.device)
     _check_bucket(call, given)
-    if given.state is not None or compressor.facts.state_from_payload:  # proposals need it
+    if given.state is not None or compressor.facts.state_from_payload:  # needed to compute the proposal
         _check_state(call, given.state)
     call.check(out, compressor.facts.proposal_dtype, _proposal_elements(compressor, given.segments), "proposal")
 
@@ -90,7 +90,7 @@ def check_segments(compressor: Declared, segments: Sequence[int]) -> None:
 
 
 def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor, *others: Tensor | None) -> None:
-    """Raise BadTensor if only some tensors are on meta, because torch then passes real ones to an op's fake."""
+    """Raise BadTensor if only some tensors are on meta: torch would pass the others to the op's fake."""
     for other in others:
         if other is not None and (other.device.type == "meta") != (first.device.type == "meta"):
             what = f"tensors are on {first.device} and on {other.device}"

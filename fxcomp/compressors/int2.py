@@ -4,17 +4,17 @@
     code    = 0 1 2 3 for v <= -scale, < 0, < scale, other  floor(v / scale + 1.5 + u), u uniform in [0, 1)
     decoded = (code - 1.5) * scale
 
-Payload and blocks as in `block_codes.py`; a block is a multiple of four values. The mean is summed in a fixed order. A
-block whose scale is not finite decodes to NaN, and its residual stays unchanged.
+`block_codes.py` defines blocks and payload. A block is a multiple of four values. The mean is summed in a fixed order.
 
 With scale c mean|v|, a block's squared error is below its squared norm by at least (c - c^2/4) n mean|v|^2, so error
-feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512:
+feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512 (log-normal: the product with
+a Gaussian value):
 
                 c = 1.0   1.25   1.5   1.75   2.0
     Gaussian       .14    .12    .13   .17    .21
     Laplace        .26    .21    .20   .20    .23
     Student t3     .40    .36    .34   .33    .34
-    log-normal     .61    .56    .53   .51    .50      times Gaussian
+    log-normal     .61    .56    .53   .51    .50
 
 Stochastic rounding is unbiased, with relative squared errors of 0.8 for Gaussian values and 2.2 for Laplace. Error
 feedback diverges if this error may exceed 1, so it is forbidden for blocks of 12 and more values.
@@ -39,7 +39,7 @@ OUTER = 1.5  # outer level, in units of the scale
 @register
 @dataclass(frozen=True, slots=True)
 class Int2(BlockCompressor):
-    """Two bits a value: a sixteenth of the bytes, at a third of sign's error."""
+    """Two bits a value: a sixteenth of fp32, at a third of the error of `sign`."""
 
     block: int = DEFAULT_BLOCK
     stochastic: bool = False

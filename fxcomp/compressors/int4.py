@@ -5,12 +5,12 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, in two's complement; a block is an even number of values. A block with a
-value that is not finite decodes to NaN, and its residual stays unchanged.
+`block_codes.py` defines blocks, payload and the treatment of values that are not finite. Codes are two's complement. A
+block is an even number of values.
 
 The relative squared error is about 0.014 for Gaussian values in blocks of 128 and 0.026 for Laplace (0.018 and 0.039 in
-blocks of 512); twice that if stochastic. Stochastic rounding is unbiased and works without error feedback. In blocks of
-more than 196 values its relative squared error may exceed 1, so feedback is forbidden.
+blocks of 512); twice that if stochastic. In blocks of more than 196 values, the error of stochastic rounding may exceed
+1, so feedback is forbidden.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_BLOCK = 128  # scales add 1/32 byte per value
 @register
 @dataclass(frozen=True, slots=True)
 class Int4(SymmetricCompressor):
-    """Four bits a value: an eighth of the bytes, with error feedback."""
+    """Four bits a value: an eighth of fp32."""
 
     block: int = DEFAULT_BLOCK
     stochastic: bool = False

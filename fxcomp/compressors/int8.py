@@ -5,13 +5,13 @@
             = floor(v / scale + u), u uniform in [0, 1), if stochastic
     decoded = code * scale
 
-Payload and blocks as in `block_codes.py`, in two's complement. A block with a value that is not finite decodes to NaN,
-and its residual stays unchanged.
+`block_codes.py` defines blocks, payload and the treatment of values that are not finite. Codes are two's complement.
 
 The relative squared error is about 5.5e-5 for Gaussian values and 1.2e-4 for Laplace, twice that if stochastic.
 Training follows the dense loss without error feedback (docs/benchmarks/convergence.md), so feedback is optional.
-Encoding moves 12 bytes per value with feedback and 4 without. Rounding to nearest loses values below half a step, at
-most (B - 1) / (4 127^2) of the squared norm of a block of B values: 0.8 % for B = 512. Larger blocks need feedback.
+Encoding moves 12 bytes of fp32 per value with feedback and 4 without. Rounding to nearest loses values below half a
+step, at most (B - 1) / (4 127^2) of the squared norm of a block of B values: 0.8 % for B = 512. Larger blocks need
+feedback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DEFAULT_BLOCK = 512  # 2 KB of fp32 stay in the L1 cache between two reads; scal
 @register
 @dataclass(frozen=True, slots=True)
 class Int8(SymmetricCompressor):
-    """One byte a value: a quarter of the bytes, accurate enough to train without error feedback."""
+    """One byte a value: a quarter of fp32, accurate enough to train without error feedback."""
 
     block: int = DEFAULT_BLOCK
     stochastic: bool = False

@@ -57,7 +57,7 @@ def describe() -> str:
 
 
 def build_failure() -> str:
-    """Return the reason of a failed build, as setup.py recorded it; empty without a failure."""
+    """Return the error that setup.py recorded if the build failed, else an empty string."""
     notice = _PACKAGE / "_kernels_not_built.txt"
     return notice.read_text().strip() if notice.exists() else ""
 
@@ -91,7 +91,7 @@ class _Calls:
         if kernel is None:
             kernel = self._library[name]
             kernel.argtypes = list(map(_type_of, arguments))
-            self._kernels[name] = kernel  # last, because other threads may then call it
+            self._kernels[name] = kernel  # last: from here on, other threads may call the kernel
         return kernel(*map(_to_c, arguments))
 
 

@@ -29,7 +29,7 @@ Segments = tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 def in_pieces(segments: Sequence[int], pieces: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
-    """Group segments into pieces of these numbers of segments; None is one piece."""
+    """Group segments. `pieces` has each piece's number of segments; None makes one piece of all."""
     if pieces is None:
         return (tuple(segments),)
     ends = [sum(pieces[: k + 1]) for k in range(len(pieces))]
@@ -82,8 +82,6 @@ def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: 
 
 
 class _PieceReader:
-    """Reads a flat tensor part by part."""
-
     def __init__(self, whole: Tensor | None) -> None:
         self._whole, self._at = whole, 0
 

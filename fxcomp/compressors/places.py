@@ -3,7 +3,7 @@
     n = 1000, places 3, 7, 300, 999            low bytes     3, 7, 44, 231
                                                high bits     1 1 0 1 0 0 1     (blocks 0, 0, 1, 3)
 
-Places are ascending, in the shorter of these forms, which depends on k and n alone:
+Places are ascending. k and n alone select the shorter of two forms:
 
     a bitmap               n bits: bit p is 1 for a place p
     low bits and a string  the low 8 (or 16) bits of each place; then a bit string with a 1 for each place and a 0 at
@@ -12,7 +12,8 @@ Places are ascending, in the shorter of these forms, which depends on k and n al
 The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 is bit block(i) + i, so its size does not depend
 on the places. For k = n / 100 it takes 9.4 bits per place; the entropy is 8.1.
 
-A section has the low bits, then the bit string, and zeros for unused slots. The lowest bit of a byte comes first.
+A section has room for `slots` >= k places: low bits, then the bit string. Unused room is zero. The lowest bit of a byte
+comes first.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BITMAP = 0
-_FORMS = (BITMAP, 8, 16)  # low bits of a place; the first wins a tie
+_FORMS = (BITMAP, 8, 16)  # low bits of a place; of equal sizes, the first is used
 
 
 def form_of(n: int, slots: int) -> int:
-    """Return the number of low bits that are stored directly; 0 for a bitmap."""
+    """Return the number of low bits stored for each place; 0 for a bitmap."""
     return min(_FORMS, key=lambda form: _low_bytes(slots, form) + _bit_bytes(n, slots, form))
 
 
 def bytes_of(n: int, slots: int) -> int:
-    """Return a section's size in bytes."""
     form = form_of(n, slots)
     return _low_bytes(slots, form) + _bit_bytes(n, slots, form)
 
@@ -50,7 +50,7 @@ def write(places: Tensor, n: int, slots: int) -> Tensor:
 
 
 def read(section: Tensor, n: int, slots: int) -> Tensor:
-    """Undo `write`: return int64 places, ascending, then 0 for unused slots."""
+    """Undo `write`: return `slots` int64 numbers, the ascending places, then zeros."""
     form = form_of(n, slots)
     low, packed = torch.split_with_sizes(section, [_low_bytes(slots, form), _bit_bytes(n, slots, form)])
     bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8, device=section.device)) & 1

@@ -5,7 +5,7 @@
     P_hat    = orthonormal(sum of P)             the same on every rank
     payload  : Q = MᵀP_hat                       summed over the ranks, and kept as the next step's Q
     decoded  = P_hat (sum of Q)ᵀ
-    residual = M - P_hat Qᵀ                      with the rank's own Q
+    residual = M - P_hat Qᵀ
 
 For a given P_hat, the sum of payloads decodes to the sum of matrices. The first Q is random. Each step starts from the
 last Q, which converges to the gradient's largest singular vectors. The residual uses the rank's own Q, because with the
@@ -15,8 +15,8 @@ Vectors, and matrices with rows * columns <= 2 rank (rows + columns), are sent d
 formulas `rank` is the compressor's parameter, the number of columns of a factor.
 
 Layout, by segment: the proposal has `rank` columns of P, each `rows` long, for matrices only. Payload and state have
-`rank` columns of Q, each `columns` long, or the n values of a dense segment. `bound_to` sets `columns`, 0 for dense.
-Without it, a segment is treated as the most nearly square matrix of its size.
+`rank` columns of Q, each `columns` long, or the n values of a dense segment. Before `bound_to`, a segment is treated as
+the most nearly square matrix of its size.
 
 P_hat and the decoded matrix depend on reduced values alone, and each sum has a fixed order. So all ranks and machines
 compute the same bits, with or without kernels.
@@ -24,7 +24,7 @@ compute the same bits, with or without kernels.
     M Q       64 sums, of the columns j, j + 64, ...; then the upper half is added to the lower, six times
     MᵀP       chunks of 32 rows, in order within a chunk, then the chunks in order
     P Qᵀ      the `rank` products in order
-    lengths   in fp64, padded to a power of two of terms, the upper half added to the lower until one is left
+    lengths   in fp64: terms padded to a power of two, then the upper half added to the lower until one is left
 
 `orthonormal` is Gram-Schmidt in fp64, twice for each vector. A vector left with less than 2^-20 of its length is
 replaced by a random one, the same on all ranks, because factors would otherwise stay zero after a gradient of zeros.
@@ -58,7 +58,7 @@ from fxcomp.errors import BadTensor
 
 _SPAN = 64  # separate sums per element of M Q
 _CHUNK = 32  # rows per partial sum of MᵀP
-_NOTHING_LEFT = 2.0**-20  # part of a vector's length that may be rounding error
+_NOTHING_LEFT = 2.0**-20  # fraction of a vector's length that may be rounding error
 
 
 def _project(value: Tensor, factors: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _orthonormal(factors: Tensor) -> Tensor:
 
 
 def _clean(vector: Tensor, basis: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Subtract the projection on the basis, twice: once leaves rounding errors."""
+    """Subtract the projection on the basis, twice because of rounding. Also return the remaining length."""
     for other in (*basis, *basis):
         vector = vector - _dot(other, vector) * other
     return vector, _dot(vector, vector).sqrt()

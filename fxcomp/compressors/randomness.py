@@ -2,10 +2,10 @@
 
     counter i of stream (key, step)  -->  32 bits
 
-The hash multiplies the counter three times (the 32-bit finalizers of Murmur3 and "lowbias32": twice) and mixes in the
-key between rounds. `uniform` uses the upper 24 bits.
+The hash multiplies the counter three times and mixes in the key between rounds; the 32-bit finalizers of Murmur3 and
+"lowbias32" multiply twice. `uniform` uses the upper 24 bits.
 
-The state is two int64 per segment: the stream's key, and the step, which each encoding increments.
+Each segment has a stream. Its state is two int64: the key, and the step, which each encoding increments.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def one_step(state: Tensor) -> Tensor:
 
 
 def stream_of(state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
-    """Return the two 32-bit keys of a stream, int64 scalars."""
+    """Return the two 32-bit keys of a segment's stream, as int64 scalars."""
     key, step = state[2 * segment], state[2 * segment + 1]
     low = mix((key ^ step) & _LOW)
     return low, mix(((key >> 32) ^ (step >> 32) ^ low) & _LOW)
 
 
 def bits(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
-    """Return the bits at `count` counters: int64 in 0..2^32-1."""
+    """Return 32 bits, as int64, for each of `count` counters from `start`."""
     counter = torch.arange(start, start + count, device=keys[0].device)
     return bits_at(keys, counter)
 
 
 def bits_at(keys: tuple[Tensor, Tensor], counter: Tensor) -> Tensor:
-    """Return the bits at any counters, int64 below 2^32."""
+    """Return 32 bits, as int64, for each counter."""
     x = (counter + keys[0]) & _LOW
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _LOW
     x = (x + keys[1]) & _LOW
@@ -67,7 +67,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniform(keys: tuple[Tensor, Tensor], start: int, count: int) -> Tensor:
-    """Return fp32 numbers in [0, 1), multiples of 2^-24."""
+    """Return `count` fp32 numbers in [0, 1), multiples of 2^-24."""
     return (bits(keys, start, count) >> 8).float() * 2.0**-24
 
 

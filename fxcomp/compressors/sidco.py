@@ -1,23 +1,24 @@
 """Send the values above a threshold: the quantile of a distribution fitted to sampled magnitudes.
 
     sample    = runs of 16 values of v, every stride-th run, shifted each step
-    fit       = a distribution of the sample's magnitudes; its (1 - k / n) quantile, in stages (tail_fits.py)
-    threshold = fit, or the sample's own quantile where the sample contradicts the fit
+    quantile  = (1 - k / n) quantile of a distribution fitted to the sample's magnitudes in stages (tail_fits.py)
+    threshold = quantile, or the sample's own quantile where the sample contradicts the fit
     decoded   = v where |v| >= threshold, 0 elsewhere
 
-The payload is defined in survivors.py. `fit` is the distribution: `exponential`, `gamma` and then
-generalised Pareto, or `pareto`, generalised Pareto from the start.
+survivors.py defines k and the payload. The parameter `fit` names the distribution: `exponential`, `pareto` (generalised
+Pareto), or `gamma` in the first stage and generalised Pareto in later stages.
 
 Check of the fit: of m sampled values, t = m k / n should reach the threshold. If their number differs from t by more
 than 5 % and by more than its standard deviation (sqrt(t); 0 if all values are sampled), the threshold becomes the
 sample's t-th largest magnitude. The check is needed because error feedback leaves few magnitudes above the last
 threshold, which no fitted distribution models. Measured counts: docs/benchmarks/sidco.md.
 
-State, 9 fp32 a segment: the controller of the number of stages. Every five steps (a window) it compares the fits' mean
-count with the target. If the count is off by more than 20 %, it changes the stages by one, and reverses direction if
-the last change made the count worse. If the mean count is below k / 4 or above 4 k in two consecutive windows, the next
-five steps take the threshold from a thin sample, every stride-th value from a random start (as DGC, Lin et al. 2018),
-and the controller restarts with two stages. A segment that is zero or not finite leaves the state unchanged.
+State, 9 fp32 a segment: the controller of the number of stages. Every five steps (a window) it compares t with the mean
+number of sampled values above the quantile. If they differ by more than 20 %, the controller changes the stages by one,
+and reverses direction if the last change made the difference larger. If the mean number of values that reach the
+threshold is below k / 4 or above 4 k in two consecutive windows, the next five steps take the threshold from a thin
+sample, every stride-th value from a random start (as DGC, Lin et al. 2018), and the controller restarts with two
+stages. A segment that is zero or not finite leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fxcomp.compressors.topk import counts
 # The same numbers as in csrc/sidco.cpp.
 RUN = 16
 WINDOW = 5
-_CALLS = 1 << 20  # the call counter wraps here, because fp32 represents only smaller integers exactly
+_CALLS = 1 << 20  # the call counter wraps here, so that fp32 represents it exactly
 FITS = tuple(fit.name.lower() for fit in TailFit)
 _FAR = 1e30  # larger than any measured deviation
 
@@ -61,9 +62,9 @@ class Controller:
     direction: float = 1.0
     calls_in_window: float = 0.0
     fitted: float = 0.0
-    """Sum over the window of the fits' counts in the sample, relative to the target."""
+    """Sum over the window's steps of (sampled values above the quantile) / t."""
     reached: float = 0.0
-    """Sum over the window of the values that reached the threshold, relative to k."""
+    """Sum over the window's steps of (values that reached the threshold) / k."""
     deviation: float = _FAR
     """|mean of `fitted` - 1| in the last window."""
     bad_windows: float = 0.0
@@ -71,7 +72,7 @@ class Controller:
     calls: float = 0.0
 
     def after(self, fitted: float, reached: float, most_stages: int) -> Controller:
-        """Return the state after a call, in fp64; it is stored as fp32."""
+        """Return the state after a call, computed in fp64 and stored as fp32."""
         now = replace(
             self,
             calls=(self.calls + 1) % _CALLS,
@@ -118,7 +119,10 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return each segment's stride for a sample of 1 %, at least 64 / ratio values; odd, to vary a matrix's columns."""
+    """Return each segment's stride for a thin sample: 1 % of the values, at least 64 / ratio.
+
+    Strides are odd, so that samples of a matrix vary in column.
+    """
     return tuple(max(1, (n // max(math.ceil(_THIN_SAMPLE_REACHED / ratio), n // 100) - 1) | 1) for n in segments)
 
 
@@ -142,7 +146,7 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if the count differs from `reaching` by more than 5 % and by more than its standard deviation."""
+    """Return True if `reached` differs from `reaching` by more than 5 % and by more than the standard deviation."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 
@@ -228,8 +232,7 @@ class Sidco(Compressor):
     ) -> tuple[int, float | None]:
         """Return a segment's threshold, as the bits of a float, and the quality of the fit.
 
-        The quality is the number of sampled values above the fitted threshold, divided by its target; None without a
-        fit.
+        The quality is the number of sampled values above the quantile, divided by t; None without a fit.
         """
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)

@@ -4,13 +4,11 @@
     bit     = v >= 0
     decoded = scale where the bit is set, -scale where it is not
 
-Payload and blocks as in `block_codes.py`; a block is a multiple of eight values.
+`block_codes.py` defines blocks and payload. A block is a multiple of eight values. The mean is summed in a fixed order.
 
 The scale minimises the relative squared error, to 1 - (mean|v|)^2 / mean(v^2): 0.36 for Gaussian values, 0.50 for
 Laplace. So error feedback is required. EF-SignSGD (Karimireddy 2019) has one scale per tensor; scales per block need
 only one pass.
-
-A block with an infinite sum decodes to NaN, and its residual stays unchanged. The sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ DEFAULT_BLOCK = 512
 @register
 @dataclass(frozen=True, slots=True)
 class Sign(BlockCompressor):
-    """The sign of each value: a thirtieth of the bytes; only with error feedback."""
+    """The sign of each value: a thirtieth of fp32."""
 
     block: int = DEFAULT_BLOCK
 

@@ -7,8 +7,7 @@
     capacity  = min(n, ceil(1.3 * k))
 
 Payload, as bytes: for each nonempty segment the count as int32, `capacity` fp32 values by ascending place (index in
-the segment), and the places as in places.py, padded to a multiple of four. Unused slots are zero. With c slots and
-P(n, c) from topk.py, a segment has 4 + 4c + P(n, c) bytes.
+the segment), and the places as in places.py, padded to a multiple of four. Unused slots are zero.
 
 If more values survive than `capacity`, the largest are sent. Ties, values that are not finite and the residual are
 handled as in topk.py. Zeros are never sent.
@@ -51,7 +50,7 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
-    """Send the values that reach each segment's threshold, given as bits. Also return each segment's count."""
+    """Send the values that reach each segment's threshold (a magnitude's bits). Also return their number by segment."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
@@ -108,6 +107,6 @@ def _decompress_one(payload: Tensor, segments: Sequence[int], ratio: float) -> T
             continue
         values = section[4 : 4 + 4 * room].clone().view(torch.float32)
         kept = places.read(section[4 + 4 * room :][: places.bytes_of(len(piece), room)], len(piece), room)
-        # Addition makes a sent -0 a 0, as the mean over ranks does. Unused slots add 0 to place 0.
+        # Addition turns a sent -0 into 0, as the mean over ranks does. Unused slots add 0 to place 0.
         piece.index_add_(0, kept, values)
     return out

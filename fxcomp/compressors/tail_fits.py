@@ -1,12 +1,13 @@
 """Fit a distribution to magnitudes, and compute the magnitude that a small fraction of them exceeds.
 
-A fit to all magnitudes describes the largest poorly, so fits are repeated in stages: the first keeps a quarter of the
-values, each later stage fits the values above the last threshold. Targets use the actual counts of earlier stages, so
-errors do not add up. With mean m and variance s^2 of the excess over the last threshold, and the fraction p to keep:
+A fit to all magnitudes describes the largest poorly, so fits are repeated in stages. The first stage keeps a quarter of
+the values, and each later stage fits the values above the last threshold. Targets use the actual counts of earlier
+stages, so errors do not add up. Let m and s^2 be the mean and variance of the excess over the last threshold, and p the
+fraction to keep. Then the next threshold exceeds the last by:
 
     exponential         m ln(1/p)
-    generalised Pareto  (s/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, s = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
-    gamma               the exact inverse, shape c from q = ln m - mean(ln): (3 - q + sqrt((q-3)^2 + 24q)) / 12q
+    generalised Pareto  (a/x) (p^-x - 1), x = (1 - m^2/s^2) / 2, a = m (m^2/s^2 + 1) / 2; exponential where s^2 = 0
+    gamma               the exact quantile, with shape (3 - q + sqrt((q-3)^2 + 24q)) / 12q, q = ln m - mean(ln |v|)
 
 Zeros and values that are not finite are excluded. csrc/sidco.cpp is the kernels' copy, with the same order of sums.
 """
@@ -68,7 +69,7 @@ def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) ->
 
 
 def quantile(moments: Moments, share: float, fit: TailFit) -> float:
-    """Return the excess that a fraction `share` of the values above the level exceeds."""
+    """Return the excess that a fraction `share` of the excesses reaches."""
     mean, variance = moments.mean, moments.variance
     log_share = math.log(share)
     if fit is TailFit.EXPONENTIAL or variance <= 1e-12 * mean * mean:
@@ -82,7 +83,7 @@ def quantile(moments: Moments, share: float, fit: TailFit) -> float:
 
 
 def gamma_quantile(magnitudes: Tensor, moments: Moments, share: float) -> float:
-    """Return the magnitude that a fraction `share` exceeds."""
+    """Return the magnitude that a fraction `share` of the nonzero magnitudes reaches."""
     q = math.log(moments.mean) - mean_log(magnitudes, moments.above)
     if q < 1e-4:
         return -moments.mean * math.log(share)
@@ -102,7 +103,7 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 
 
 def mean_log(magnitudes: Tensor, count: int) -> float:
-    """Return the mean log of the nonzero magnitudes, with exact sums of exponents and products of 512 mantissas."""
+    """Return the mean log of the nonzero magnitudes, from exact sums of exponents and products of 512 mantissas."""
     power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
     magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
     bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)
@@ -119,7 +120,7 @@ def mean_log(magnitudes: Tensor, count: int) -> float:
 
 
 def _sum(values: Tensor) -> float:
-    """Sum in 512 strided lanes, then in halves."""
+    """Add every 512th value in one of 512 lanes, then repeatedly the upper half to the lower."""
     lanes = values.new_zeros(_LANES)
     for row in pad(values, (0, -len(values) % _LANES)).view(-1, _LANES):
         lanes = lanes + row
@@ -158,7 +159,7 @@ def inverse_gamma(shape: float, share: float) -> float:
 def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
     """Regularised upper incomplete gamma function, x > 0."""
     front = math.exp(shape * math.log(x) - x - log_gamma)
-    if x < shape + 1.0:  # a power series of the lower one
+    if x < shape + 1.0:  # power series of the lower function
         term = 1.0 / shape
         total = term
         for i in range(1, 1000):
@@ -167,7 +168,7 @@ def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
             if term < total * 1e-16:
                 break
         return 1.0 - front * total
-    b = x + 1.0 - shape  # a continued fraction (Lentz)
+    b = x + 1.0 - shape  # continued fraction (Lentz)
     c = 1e300
     d = 1.0 / b
     total = d

@@ -28,7 +28,7 @@ PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
 """Keys of a saved state: the current plan, the loss scale of residuals, and the states of default random generators."""
 
 NOTHING_YET = "nothing yet"
-"""Only entry of a state saved before any gradient. Loading in place then raises, instead of ignoring the checkpoint."""
+"""Only key of a state saved before any gradient. An empty state would make in-place loading ignore the checkpoint."""
 
 _STORED = "stored under"
 """Key in `about` that marks a tensor."""
@@ -39,7 +39,7 @@ _NAME = re.compile(r"rank(\d+)\.(.+)")
 def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, Tensor]:
     """Name every tensor of a rank's state by rank and path in the state.
 
-    `rank` is the job rank, if the state's own is relative to a group.
+    `rank` is the rank in the job, if the state's rank is relative to a group.
     """
     tensors: dict[str, Tensor] = {}
     about = _without_tensors(state, "", tensors)
@@ -73,7 +73,7 @@ def _below(place: str, key: Any) -> str:
 
 
 def states_of(given: Any) -> list[Any]:
-    """Return the states in `given` (states, their tensors, or a list). Raises BadState if tensors are missing."""
+    """Return the states in `given`: states, their tensors, or a list. Raises BadState if tensors are missing."""
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):
@@ -89,7 +89,7 @@ def _names(given: Any) -> list[str]:
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:
-    """Return the ranks that saved these tensors; none for other tensors."""
+    """Return the ranks in the names of saved tensors. Other names are ignored."""
     found = [_NAME.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in found if match is not None})
 
@@ -117,9 +117,9 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Return the plan of a `saved` state or checkpoint, also if still in its warm-up; None if there is none.
+    """Return the plan of a saved state or checkpoint, even if the job was still in the plan's warm-up.
 
-    Raises BadState.
+    Returns None if the state has no plan. Raises BadState.
     """
     states = states_of(saved)
     if not all(isinstance(state, Mapping) for state in states):
@@ -139,9 +139,9 @@ def read_checkpoint(
 ) -> dict[str, Tensor]:
     """Read this rank's part of a `folder` written by `dcp.save({under: step.checkpoint(), ...})`.
 
-    `under` is the key there. `rank` i of r `ranks` (default: the process group's) reads the states of ranks i, i + r,
-    ..., so that each state is read once. Pass the result, empty if there is no state, to `load_state_dict`. No rank
-    waits for another. Raises BadState.
+    `rank` i of r `ranks` (default: the process group's) reads the states of ranks i, i + r, ..., so that each state is
+    read once. Pass the result, empty if there is no state, to `load_state_dict`. No rank waits for another. Raises
+    BadState.
     """
     # imported here because it takes 0.3 s
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -191,7 +191,7 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: Sequence[Any], rank: int, ranks: int, device: torch.device) -> None:
-    """Restore the default generators if the same rank of equally many ranks saved a state."""
+    """Restore the default generators from the state that the same rank saved, if the number of ranks is the same."""
     for state in states:
         if GENERATORS in state and (state["rank"], state["ranks"]) == (rank, ranks):
             torch.set_rng_state(state[GENERATORS]["cpu"].cpu())

@@ -73,13 +73,13 @@ def state_layout(
 
 
 def _makers(leg: Encode, parts: Sequence[Part]) -> list[Compressor]:
-    """Bind a slot's compressor to each part, by the index of its parameter among the parts."""
+    """Return, for each part, the slot's compressor bound to the part's parameter."""
     numbers = sorted({part.index for part in parts})
     return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
 
 
 def _by_rows(bucket: Bucket, shapes: Sequence[Sequence[int]], ranks: int) -> tuple[Part, ...]:
-    """Return the parts of a bucket cut by rows, which may extend beyond a parameter's end."""
+    """Return the parts of a bucket cut by rows. Parts may extend beyond a parameter's end."""
     return tuple(
         Part(bucket.names[index], extent.start, len(extent), bucket.sizes[index], index)
         for index, extent in row_shards(shapes, ranks)
@@ -95,11 +95,11 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
 
 
 def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Sharing) -> set[str]:
-    """Copy shared states that start fresh here from a rank that continues them. Every rank calls it.
+    """Copy shared compressor states that start fresh on this rank from a rank that continues them. Every rank calls it.
 
-    Ranks that compress equal values must draw equal random bits, or their payloads would differ. Their states have
-    equal labels, but some ranks may lack one after loading or a change of plan. Returns the labels that start fresh
-    everywhere.
+    Ranks that compress equal values must draw equal random bits, or their payloads would differ. Such ranks share
+    states with equal labels, but some ranks may lack a state after loading or a change of plan. Returns the labels of
+    states that start fresh on all ranks.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
@@ -183,7 +183,7 @@ class GradientState:
         """Return values that replace this rank's residuals if this state is dropped: flat tensors, by parameter.
 
         Added to the rank's next gradients, they have the effect of the residuals. Gradients have weight 1/ranks in the
-        mean, so no communication is needed. All ranks have the same parameters.
+        mean, so no communication is needed.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:
@@ -216,7 +216,7 @@ class GradientState:
                 self.owed[name].mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
-        """Rescale residuals by lr_old / lr_new, except for rates of zero. `names` lists each parameter group."""
+        """Rescale residuals by lr_old / lr_new, except for rates of zero. `names` has each group's parameters."""
         for group, rate in rates.items():
             if rate <= 0:
                 continue

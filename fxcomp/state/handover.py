@@ -1,15 +1,16 @@
 """Move residuals from one layout to another while preserving their sum over the ranks.
 
-A rank's slices contribute `weight · values` to the mean gradient's residual, and owed values (without a slot, added to
-the next gradient) `owed / ranks`. Under another plan or number of ranks,
+A slice, part of a rank's residual in one slot, contributes `weight · values` to the mean gradient's residual. Owed
+values have no slot and are added to the rank's next gradient; they contribute `owed / ranks`. Under another plan or
+number of ranks,
 
 - slices with the same slot and share of the weight stay on their rank, bit for bit if the weight is the same;
-- the rest R of the sum goes to the first slot of the new layout, as R / (sum of its ranks' weights) on each of its
-  ranks, and other slots start at zero;
+- the rest R of the sum goes to the first slot of the new layout: each rank with this slot gets R / (sum of these ranks'
+  weights), and other slots start at zero;
 - values that no slot covers are owed.
 
-For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. A two-shot strategy's second
-residual, of the mean, has weight 1 on its owner; the first has weight 1/ranks. Splitting R keeps the next payloads
+For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. In a two-shot strategy, the first
+residual has weight 1/ranks, and the second, of the mean, has weight 1 on its owner. Splitting R keeps the next payloads
 small.
 """
 
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Collectives on states, under topics with a common prefix."""
+    """Collectives on states. `topic` prefixes the topic of each collective."""
 
     peers: Ranks
     sum_over_ranks: Callable[[Tensor], None]
@@ -50,7 +51,7 @@ class Sharing:
 class Holding:
     """This rank's part of the residual of `ranks` ranks: slices, and flat owed values.
 
-    A parameter may have several owed values, from ranks that have gone.
+    A parameter has several owed values if this rank also loads the states of ranks that have gone.
     """
 
     ranks: int
@@ -62,7 +63,7 @@ class Holding:
         return cls(ranks, slices, {name: [waits] for name, waits in owed.items()})
 
     def lies(self, name: str, into: Arena, ranks: int) -> bool:
-        """Return whether a parameter's slices, if any, can stay in place."""
+        """Return True if a parameter's slices and owed values, if any, can stay on this rank."""
         held, owed = self.slices.get(name, ()), self.owed.get(name, ())
         if not held and not owed:
             return True
@@ -76,7 +77,7 @@ class Holding:
         )
 
     def lacks(self, name: str, into: Arena) -> bool:
-        """Return whether this rank has slots for a parameter but no values."""
+        """Return True if this rank has slots for a parameter but no values."""
         return bool(into.slices.get(name)) and not self.slices.get(name) and not self.owed.get(name)
 
     def add_to(self, name: str, mean: Tensor) -> None:
@@ -86,7 +87,7 @@ class Holding:
             mean.add_(value.to(mean.device), alpha=1 / self.ranks)
 
     def stay(self, name: str, into: Arena) -> Tensor | None:
-        """Copy matching slices into their slots, and return the owed values."""
+        """Copy matching slices into their slots. Return a copy of the owed values, or None."""
         for slot in into.slices.get(name, ()):
             held = next((piece for piece in self.slices.get(name, ()) if slot.lies_like(piece)), None)
             if held is None:
@@ -110,8 +111,8 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
         return moving, owed, [k for k, name in enumerate(names) if holding.lacks(name, into)]
 
     everyone = sharing.gather("where residuals lie", sharing.attempt("reading residuals", looked_at))
-    # Parameters that move on one rank move on all, which each get a part of the mean; likewise owed values.
-    # A parameter that only some ranks lack moves too, because their values may have to be equal.
+    # A parameter that moves on one rank moves on all, because each gets a part of the mean. A parameter moves too if
+    # only some ranks owe its values, or if only some lack them, because values may have to be equal on all ranks.
     moving = {k for theirs, _, _ in everyone for k in theirs}
     lacks = Counter(k for _, _, theirs in everyone for k in theirs)
     moving |= {k for k, count in lacks.items() if count < ranks}
@@ -147,7 +148,7 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
 
 
 def _uncovered(mean: Tensor, covered: Sequence[range]) -> Tensor | None:
-    """Copy the part of a mean without a slot, if any."""
+    """Return the mean, with zeros where a slot covers it; None if slots cover all."""
     if sum(map(len, covered)) == mean.numel():
         return None
     rest = mean.clone()

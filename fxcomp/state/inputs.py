@@ -32,10 +32,10 @@ class Sums:
         self._sums: dict[str, Tensor] = {}
         self.micro_batches = 0
         self.factor = torch.ones((), device=training.device) if self._scale is None else self._scale.inverse
-        """Factor on gradients in the group's last micro-batch."""
+        """Factor on the summed gradients, applied in the group's last micro-batch."""
 
         self.count = torch.zeros(1, dtype=torch.float64, device=training.device)
-        """Elements summed by the group's weighted losses so far."""
+        """Number of elements that the group's weighted losses have summed so far."""
 
     def of(self, name: str) -> Tensor:
         """Return the running sum of a parameter's gradients, initially zero. Micro-batches add to it in place."""
@@ -46,9 +46,9 @@ class Sums:
         return self._sums[name]
 
     def complete(self, *, is_weighted: bool) -> None:
-        """Set `factor` to average over a group that ends with one more micro-batch.
+        """Set `factor` so that it averages over a group ended by the next micro-batch, and removes a loss scale.
 
-        A weighted loss is averaged by its count instead. A loss scale is removed.
+        A weighted loss is averaged by its count instead.
         """
         ends_after = self.micro_batches + 1
         if self._scale is None:
@@ -57,7 +57,8 @@ class Sums:
             torch.mul(self._scale.inverse, 1.0 if is_weighted else self._length / ends_after, out=self.factor)
 
     def seed(self, *, is_weighted: bool) -> Tensor:
-        """Return the initial gradient of a micro-batch's backward pass: the loss scale over the group length.
+        """Return the initial gradient of a micro-batch's backward pass: the loss scale, divided by the group length
+        unless the loss is weighted.
 
         Thus fp16 gradients overflow as in a loop that divides the loss by the length.
         """
@@ -66,7 +67,7 @@ class Sums:
         return scale if is_weighted or self._length == 1 else scale / self._length
 
     def whole(self, name: str, gradient: Tensor, share: Tensor | None = None) -> Tensor:
-        """Return a group's mean gradient, given its last `gradient` and, for weighted losses, their weight `share`."""
+        """Return a group's mean gradient, given its last `gradient` and, for weighted losses, the result of `share`."""
         before = self._sums.get(name)
         if before is None and share is None and self._scale is None:
             return gradient
@@ -77,7 +78,10 @@ class Sums:
         return (total * factor).to(gradient.dtype)
 
     def share(self, count: Tensor | None, sum_over_ranks: Callable[[Tensor], object], ranks: int) -> Tensor:
-        """Return the gradients' weight, ranks / elements; the last batch has `count` elements. Every rank calls it."""
+        """Return the weight of summed gradients: `ranks` / (elements in the group on all ranks). Every rank calls it.
+
+        `count` is the number of elements in the last micro-batch.
+        """
         everywhere = self.count.clone() if count is None else self.count + count
         sum_over_ranks(everywhere)
         return torch.where(everywhere > 0, ranks / everywhere, 0.0)[0].float()
@@ -99,9 +103,9 @@ class Inputs:
         habits = {owner.name: training.habits[owner.group].counters for owner in training.owned}
         self._owners = training.owners
         self._counters = habits if any(habits.values()) else {}
-        """Increments of Python numbers in optimizer states, by parameter and key."""
+        """Increments per step of Python numbers in optimizer states, by parameter and key."""
         self._stateless = set[str]()
-        """Parameters known to have no optimizer state."""
+        """Names of parameters known to have no optimizer state."""
         self.numbers: Sequence[Mapping[str, float]] = ()
         self._kept_by_optimizer: Mapping[str, Mapping[str, Any]] = {}
 
@@ -150,7 +154,7 @@ class Inputs:
         self._make_missing_state()
 
     def has_stepped(self, program: Program, unmoved: Collection[str] = ()) -> None:
-        """Advance Python step counters, and end the first step of parameters not in `unmoved`."""
+        """Advance Python step counters. Optimizer states of parameters not in `unmoved` are no longer fresh."""
         for owner in self._maybe_fresh(program):
             if owner.name not in unmoved:
                 fresh_states(owner.optimizer).pop(owner.parameter, None)
@@ -165,7 +169,10 @@ class Inputs:
         return [owner for owner in self.training.owned if owner.name in updated]
 
     def _renewed(self, program: Program) -> dict[int, set[bool]]:
-        """Reset the fresh states that a program updates. Return, by parameter group, the values of `is_fresh`."""
+        """Reset fresh (never stepped) optimizer states that a program updates.
+
+        Return, by parameter group, the values of `is_fresh`.
+        """
         kinds: dict[int, set[bool]] = {}
         fresh: list[Owned] = []
         for owner in self._maybe_fresh(program):

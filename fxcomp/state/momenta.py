@@ -1,6 +1,6 @@
 """Optimizer state for exchanging momenta, and its part of saved states.
 
-    warm-up ─► freeze: second moments stay fixed, clamped from below ─► thaw, if they stop fitting: gradients again
+    warm-up ─► freeze: second moments stay fixed, clamped from below ─► thaw, if an energy is large: gradients again
       ▲  │                                                                    │
       │  └─ while a parameter has too few updates                             │
       └───────────────────────────────────────────────────────────────────────┘ longer each time
@@ -10,6 +10,8 @@ Residuals change unit at the freeze, and back at the thaw. A residual e of `m / 
     m    shared mean of gradients                     `exp_avg`, `momentum_buffer`
     d    sqrt(v / (1 - beta2^t)) + eps, or 1          v is the second moment, `exp_avg_sq`
     s    weight of a gradient in m                    1 - beta1; 1 for SGD without dampening
+
+The energy of a parameter is the mean of (m / d)^2.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _MOVED, _THAWED, _THAWS, _FREEZES_AT = "momenta", "thawed", "thaws", "freezes_at
 
 @dataclass(frozen=True, slots=True)
 class MovedState:
-    """State keys of a parameter: the exchanged mean, and the frozen second moment."""
+    """Keys in a parameter's optimizer state: the exchanged mean m, and the frozen second moment, if any."""
 
     mean: str
     magnitude: str | None
@@ -58,18 +60,18 @@ class MovedState:
         return self.magnitude in (None, "exp_avg_sq")
 
     def divisor(self, owner: Owned, magnitude: Tensor) -> Tensor:
-        """Return the mean's divisor: Adam's sqrt(v / (1 - beta2^t)) + eps."""
+        """Return d, Adam's sqrt(v / (1 - beta2^t)) + eps."""
         return (magnitude / correction(owner)).sqrt() + owner.options["eps"]
 
     def energy(self, owner: Owned) -> Tensor:
-        """Return the sum of squares of the shared mean of gradients divided by `divisor`."""
+        """Return the sum of (m / d)^2 over all elements."""
         assert self.magnitude is not None, "there is something to divide by"
         mean, magnitude = (owner.state[key].reshape(-1).split(_AT_ONCE) for key in (self.mean, self.magnitude))
         parts = [(m / self.divisor(owner, v)).square().sum() for m, v in zip(mean, magnitude, strict=True)]
         return torch.stack(parts).sum()
 
     def slope(self, owner: Owned) -> float:
-        """Measure s by running the optimizer."""
+        """Measure s, a gradient's weight in m, by running the optimizer."""
         found: list[Tensor] = []
         with unseen():
             for gradient in (0.0, 1.0):
@@ -118,18 +120,18 @@ class Momenta:
     def __init__(self, graph: GraphModule, owners: Mapping[str, Owned], stages: Mapping[int, Plan]) -> None:
         self._owners = owners
         self._states_by = lru_cache(2)(partial(moved_states, graph))
-        """`moved_states` of this graph, cached because the guard calls it often."""
+        """Cached `moved_states` of this graph, by plan."""
         self._planned_for = next((step for step, plan in stages.items() if plan.moves_exchange), None)
         self.freezes_at = self._planned_for
-        """The first step that exchanges momenta, or None."""
+        """First step that exchanges momenta after the last or next freeze. None if ranks exchange only gradients."""
         self._is_frozen = False
         self._goes_on = False
         self.is_thawed = False
-        """True while ranks exchange gradients again after momenta."""
+        """True while ranks exchange gradients after a thaw."""
         self._thaws = 0
 
     def resume(self, steps: int) -> None:
-        """Continue after `steps` steps, forwards or back."""
+        """Continue after `steps` steps of the job, more or fewer than before."""
         self._goes_on = self._is_frozen = self.freezes_at is not None and steps > self.freezes_at
 
     def take_over(self, saved: SavedMomenta) -> None:
@@ -142,9 +144,9 @@ class Momenta:
         return step == self.freezes_at and not self._is_frozen
 
     def lacking(self, plan: Plan) -> tuple[str, int, int] | None:
-        """Return the parameter with the fewest updates if too few for a freeze: name, updates, updates needed.
+        """Return the parameter with the fewest updates: name, updates, updates needed for a freeze. None if enough.
 
-        Skipped and unused steps do not count.
+        Steps that were skipped or did not use the parameter do not count.
         """
         needed = min(LEAST_WARM, self._planned_for or 0)
         moved = (name for name, each in self._states_by(plan).items() if each.magnitude is not None)
@@ -153,7 +155,7 @@ class Momenta:
         return (name, updates[name], needed) if name is not None and updates[name] < needed else None
 
     def before_step(self, step: int, plan: Plan) -> None:
-        """Freeze if due. Loading does not freeze, because the optimizer's state may be loaded after the step's."""
+        """Freeze second moments if due. Loading does not, as the optimizer's state may be loaded after the step's."""
         if self.is_due(step):
             freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True
@@ -162,7 +164,6 @@ class Momenta:
             self._check_is_loaded(plan, step)
 
     def _check_is_loaded(self, plan: Plan, step: int) -> None:
-        """Raise BadState if there are no second moments after the freeze."""
         moved = self._states_by(plan).items()
         found = [self._owners[name].state.get(each.magnitude) for name, each in moved if each.magnitude is not None]
         if found and not any(value is not None and bool(value.any()) for value in found):
@@ -173,7 +174,7 @@ class Momenta:
             )
 
     def energies(self, plan: Plan) -> dict[str, float]:
-        """Return the energy of each exchanged momentum: the mean square of momentum / frozen root of the second moment.
+        """Return the energy of each parameter whose momentum is exchanged.
 
         It is about the mean square of update / learning rate, and at most 1 while the second moment fits.
         """
@@ -200,7 +201,7 @@ class Momenta:
         return moved | put_off | ({_THAWED: self.is_thawed, _THAWS: self._thaws} if self._thaws else {})
 
     def thaw(self, step: int, plan: Plan, energies: Mapping[str, float]) -> None:
-        """Unfreeze second moments, scale up those with an energy above 1, and choose the step of the next freeze.
+        """Unfreeze second moments, multiply them by energies above 1, and choose the step of the next freeze.
 
         The time until the next freeze doubles with each thaw, and is long enough for the scaling to decay. If an energy
         is not finite, moments are not frozen again.
@@ -226,10 +227,10 @@ def steps_to_forget(times: float, beta2: float) -> int:
 
 
 def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
-    """Clamp second moments from below, to divide by them for the rest of the job; the same on all ranks.
+    """Clamp second moments from below, because updates are divided by them until a thaw; the same on all ranks.
 
-    An element that never had a gradient has a second moment of 0. The bound is a fraction of the tensor's mean, or of
-    the mean of the other tensors' means if that is 0. Non-finite tensors are unchanged.
+    An element that never had a gradient has a second moment of 0. The bound is a fraction of the tensor's mean, or, if
+    the mean is 0, of the mean of other tensors' means. Non-finite tensors are unchanged.
     """
     found = [owners[name].state[each.magnitude] for name, each in moved.items() if each.magnitude is not None]
     means = [float(value.double().mean()) for value in found]
@@ -246,7 +247,7 @@ def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owne
 
 
 class SavedMomenta(NamedTuple):
-    """The exchange of momenta in a rank's saved state."""
+    """Fields of a rank's saved state for the exchange of momenta."""
 
     moved: list[str]
     is_thawed: bool
@@ -256,7 +257,7 @@ class SavedMomenta(NamedTuple):
 
     @classmethod
     def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:
-        """Read all ranks' states, if any. Every rank calls it."""
+        """Read these fields of all ranks' saved states, if any. Every rank calls it."""
         everyone = ranks.gather("whose momentum was exchanged", cls._read(given))
         return [cls(*each) for each in everyone if each is not None]
 

@@ -1,7 +1,7 @@
 """Copy rank 0's optimizer state to all ranks, like parameters and buffers.
 
-Often only rank 0 loads a checkpoint, and parameters would drift from the first step on. Checksums find ranks that
-differ, without sending the state.
+Often only rank 0 loads a checkpoint. Without the copy, parameters would differ between ranks from the first step on.
+Checksums find ranks that differ, without sending the state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
-    """Copy rank 0's optimizer state to every rank if any differs, and return notes.
+    """Copy rank 0's optimizer state to every rank if any rank's state differs; return notes for the report.
 
     Raises ReplicasDiffer if the optimizers keep different tensors for a parameter.
     """

@@ -1,7 +1,6 @@
-"""Save a step's state besides the model and the optimizer, and load it on any number of ranks and under any plan.
+"""Save the gradient state of a step, and load it on any number of ranks and under any plan.
 
-Every rank saves its residuals as `Slice`s. All ranks load together: each passes one state, several if the job has
-fewer ranks now, or None. `hand_over` preserves the sum of the residuals.
+Every rank saves its residuals as `Slice`s. All ranks load together. `hand_over` preserves the sum of the residuals.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ def states_given(given: Given) -> Sequence[Mapping[str, Any]]:
 
 
 def scale_of(given: Given) -> float | None:
-    """Return the loss scale of the saved residuals, or None without one."""
+    """Return the loss scale of the saved residuals, or None if the loss was not scaled."""
     return next((float(state[SCALE]) for state in states_given(given) if SCALE in state), None)
 
 
 def plan_of(given: Given) -> Any:
-    """Return the JSON of the plan that the saved states followed, or None without one."""
+    """Return the JSON of the saved states' plan, or None if there is none."""
     return next((state[PLAN] for state in states_given(given) if PLAN in state), None)
 
 
@@ -88,7 +87,7 @@ class Saved:
     residuals: Mapping[str, Sequence[Slice]]
     owed: Mapping[str, Tensor]
     compressors: Mapping[str, Any]
-    """State of compressors, which validate it."""
+    """States of compressors, validated by `take_back`."""
 
 
 def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
@@ -156,7 +155,6 @@ def _slice(kept: Mapping[str, Any]) -> Slice:
 
 
 def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:
-    """Raise BadState unless a slice lies inside a parameter of this model."""
     wanted = sizes.get(name)
     if wanted is None:
         raise BadState(
@@ -175,7 +173,7 @@ def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """This rank's saved states, and the facts that all ranks agree on."""
+    """This rank's saved states, and facts about the job that saved them, equal on all ranks."""
 
     states: tuple[Saved, ...]
     ranks: int
@@ -186,7 +184,7 @@ class Agreed:
 
 
 def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> Agreed | None:
-    """Validate all ranks' states, if any. Every rank calls it. `sizes` has the elements of all parameters.
+    """Validate all ranks' states, if any. Every rank calls it. `sizes` has each parameter's number of elements.
 
     Raises BadState on all ranks if states do not match, and PeerFailed if another rank's state is bad.
     """
@@ -215,7 +213,7 @@ def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> A
 
 
 def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise BadState with the first difference between ranks; the same error on all ranks."""
+    """Raise BadState for the first fact that differs between ranks; the error is the same on all ranks."""
     seen: dict[str, tuple[int, Any]] = {}
     for rank, facts in known.items():
         for what, value in facts.items():
@@ -235,8 +233,8 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 def restore(agreed: Agreed, into: GradientState, trained: Mapping[str, int], sharing: Sharing) -> None:
     """Load the states into the current plan's state. Every rank calls it.
 
-    `trained` has the elements of each parameter with a gradient, in the same order on all ranks. Raises BadState if
-    shared states of compressors differ.
+    `trained` has the number of elements of each parameter with a gradient, in the same order on all ranks. Raises
+    BadState if shared states of compressors differ.
     """
     states, rank = agreed.states, sharing.peers.rank
     sharing.attempt("reporting lost residuals", lambda: tell_what_is_lost(agreed, trained, rank))
@@ -282,7 +280,7 @@ def _warn(text: str) -> None:
 
 
 def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, sharing: Sharing) -> None:
-    """Load matching states. A rank without a shared state takes it from a rank that has it."""
+    """Load compressor states that match the plan. A rank without a shared state takes it from another rank."""
     reset = sharing.attempt("loading compressor states", lambda: kept.take_back(states))
     shared = kept.shared()
     fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}

@@ -7,7 +7,7 @@ A codec is three functions:
     value(code, scale, BITS, MOST)                              the decoded value of a code's bits
 
 MOST is the value of the largest code, in units of the scale. `drawn` has random numbers in [0, 1), or is None without
-stochastic rounding. A codec that sums in a fixed order reads values again, from the cache.
+stochastic rounding. To sum in a fixed order, a codec reads the values again, from the cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LANES = constant(64)  # the same number as in block_codes.py
 
 
 def block_kernels(scale: Any, code: Any, value: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return `encode` and `decode` for a codec. Both accept a bucket's pieces for all ranks in one launch."""
+    """Return `encode` and `decode` for a codec. Both can process all pieces of a bucket in one launch."""
 
     def encode(compressor: BlockCompressor, given: EncoderInput, payload: Tensor, pieces: Pieces | None = None) -> None:
         tiles, constants = _divide(compressor, pieces or (given.segments,), 1, given.bucket.device)
@@ -67,8 +67,8 @@ def _divide(
 ) -> tuple[Tiles, dict[str, Any]]:
     """Return the tiles and the compile-time constants.
 
-    Columns: start and number of values, payload index of the first scale (fp32) and first code (bytes), segment, place
-    in it, padding bytes after the tile, bytes of a rank's payload.
+    Table columns: first value, number of values, payload index of the first scale (in fp32) and of the first code (in
+    bytes), segment, first value's index in the segment, padding bytes after the tile, bytes of a rank's payload.
     """
     block, values_per_byte = compressor.block, 8 // compressor.bits
     table: list[tuple[int, ...]] = []

@@ -1,7 +1,7 @@
 """Index and sign of the largest value of each chunk, bit-identical to `fxcomp/compressors/cmax.py`.
 
     find      one pass over the bucket, a program per run of 1024 chunks: 16-bit codes, and a partial sum of the scale
-    settle    a program per segment: the scale, which determines the zero code
+    settle    a program per segment: the scale, which determines the zero code, and the payload's padding
     send      a second pass: pack codes into the payload, and subtract their values from the residual
 
 Decoding is one pass, in which each value reads its chunk's code.
@@ -33,11 +33,11 @@ from fxcomp.compressors.triton.tiles import (
 )
 
 RUN_CHUNKS = constant(RUN)
-ZERO = constant(256)  # set in the code of a zero chunk; sent codes have at most eight bits
+ZERO = constant(256)  # temporary code of a chunk of zeros; sent codes have at most eight bits
 NO_CODE = constant(512)
 SECTION_COLUMNS = constant(5)  # first chunk, chunks, first run, runs, first byte in the payload
 FACTOR = constant(2654435769)  # the same number as in cmax.py
-SIGN = constant(-2147483648)  # of an fp32, as bits
+SIGN = constant(-2147483648)  # sign bit of an fp32
 NAN = constant(0x7FC00000)
 
 
@@ -79,7 +79,6 @@ def _sections(compressor: CMax, segments: tuple[int, ...], device: torch.device)
 
 @jit
 def _find(table, bucket, residual, sections, codes, sums, counts, BITS: constexpr, SHAPE: constexpr):
-    """Find the largest of each chunk of a run, and sum the magnitudes in 64 lanes."""
     if lies_well(table, SHAPE):
         _find_in_run(table, bucket, residual, sections, codes, sums, counts, SHAPE[4], BITS, SHAPE)
     else:
@@ -118,7 +117,6 @@ def _find_in_run(
 
 @jit
 def _settle(sections, sums, counts, payload, BITS: constexpr):
-    """Compute a segment's scale from its runs, and pad the payload."""
     section = sections + tl.program_id(0) * SECTION_COLUMNS
     chunks = tl.load(section + 1)
     runs = tl.load(section + 3)
@@ -206,7 +204,7 @@ def _send_tile(
 
 @jit
 def _store_plane(plane, code, first, row, size, BITS: constexpr, WIDTH: constexpr, ROWS: constexpr, CHUNK: constexpr):
-    """Pack the lowest bits of a tile's codes; return the remaining bits."""
+    """Pack the lowest WIDTH bits of a tile's codes; return the remaining bits."""
     if BITS & WIDTH:
         IN_A_BYTE: constexpr = 8 // WIDTH
         bits = tl.reshape(code & ((1 << WIDTH) - 1), [ROWS // IN_A_BYTE, IN_A_BYTE])

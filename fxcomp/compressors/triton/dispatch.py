@@ -19,7 +19,7 @@ Pieces = tuple[tuple[int, ...], ...]
 
 _OURS = "fxcomp.compressors."
 _SHARED = {"int4": "int8"}
-"""Compressors that use kernels of another."""
+"""Compressors that use another compressor's kernels."""
 
 
 @cache

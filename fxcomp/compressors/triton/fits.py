@@ -15,7 +15,7 @@ EXPONENTIAL, GAMMA = constant(0), constant(1)
 
 @jit
 def _moments_above(sample, size, level):
-    """Return count of the values above a level, mean and variance of their excess."""
+    """Return the number of values above a level, and the mean and variance of their excess."""
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     found = tl.zeros([LANES], tl.int32)
@@ -38,7 +38,7 @@ def _moments_above(sample, size, level):
 
 @jit
 def count_reaching(sample, size, bits):
-    """Count a sample's magnitudes of at least `bits`."""
+    """Count the sampled magnitudes >= `bits`, compared as bit patterns."""
     found = tl.zeros([LANES], tl.int32)
     first = size * 0
     while first < size:
@@ -144,7 +144,6 @@ def _mantissas(sample, size, at):
 
 @jit
 def _mean_log(sample, size, products, count, WIDTH: constexpr):
-    """Return the mean log: exact sums of exponents, plus logs of products of 512 mantissas in order."""
     columns = size * 0 + 1
     while columns * GROUP < size:
         columns *= 2
@@ -179,7 +178,7 @@ def _gamma_quantile(mean, mean_log, share):
 
 @jit
 def fitted_level(sample, size, stages, reaching, products, FIT: constexpr, WIDTH: constexpr):
-    """Return the fitted magnitude that `reaching` sampled values should reach, and False if all are 0."""
+    """Return the magnitude that `reaching` sampled values should reach, and False if the sample is all zeros."""
     count, mean, variance = _moments_above(sample, size, reaching * 0.0)
     is_fitted = count > 0
     level = reaching * 0.0

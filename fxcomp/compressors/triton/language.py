@@ -1,6 +1,6 @@
 """Triton's language and shared functions. Stand-ins replace Triton where it is not installed.
 
-Sums add the upper half of the terms to the lower until one is left. `randomness.py` is the random bits' reference.
+Sums add the upper half of the terms to the lower until one is left. `randomness.py` is the reference for random bits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def start(
 
 @contextmanager
 def launches_told(tell: Callable[[Sequence[Tensor]], object]) -> Generator[None]:
-    """Pass each launch's tensors to the callback instead of running the kernel, for meta tensors."""
+    """Within this context, pass each launch's tensors to the callback and run no kernel. For meta tensors."""
     token = _told.set(tell)
     try:
         yield
@@ -94,7 +94,7 @@ def sum_of_rows(terms, HEIGHT: constexpr, WIDTH: constexpr):
 
 @jit
 def product_of_rows(factors, HEIGHT: constexpr, WIDTH: constexpr):
-    """Multiply each column."""
+    """Multiply the factors of each column."""
     if HEIGHT == 1:
         return tl.reshape(factors, [WIDTH])
     else:  # noqa: RET505
@@ -136,6 +136,6 @@ def uniform(low, high, counter):
 
 
 def raise_step(state: Tensor | None) -> None:
-    """Advance all streams, after the launch that drew from them."""
+    """Advance all streams by one step, after the launch that drew from them."""
     if state is not None:
         state.view(-1, STATE_ELEMENTS)[:, 1].add_(1)

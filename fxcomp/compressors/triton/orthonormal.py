@@ -1,4 +1,7 @@
-"""Orthonormalise powersgd's factors in fp64, vector by vector, one program per matrix."""
+"""Orthonormalise powersgd's factors in fp64, vector by vector, one program per matrix.
+
+Sums repeatedly add the upper half of the terms to the lower.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from fxcomp.compressors.triton.tiles import INFINITY, magnitude_of
 FOLD_WIDTH = constant(1024)  # values read at once for a sum  # assumed
 _AT_ONCE = 8192  # values read at once in any order  # assumed
 _WARPS = 8  # the fastest of 4, 8, 16 and 32 (H100, measured, 2026-11)
-_TERMS = 32  # terms per thread and partial sum; then 8 at a time  # assumed
+_TERMS = 32  # terms that a thread adds in the first round; later rounds add 8  # assumed
 _FIRST, _THEN = constant(_TERMS), constant(8)
 NOTHING_LEFT = constant(2.0**-20)
 
 MATRIX_COLUMNS = constant(7)
 FIRST_VALUE, ROW_COUNT, COLUMN_COUNT, Q_AT, P_AT, CHUNKS_AT, RANK_OF = map(constant, range(7))
-"""Columns of the table of matrices: offset in the bucket, rows, columns, offset of Q in payload and state, of P in the
-proposal, of the chunk sums, rank.
+"""Columns of the table of matrices: offset in the bucket, rows, columns, offset of Q in payload and state, offset of P
+in the proposal, offset of the chunk sums, rank.
 """
 
 
@@ -36,7 +39,7 @@ def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bo
 
 @jit
 def _dot(one, other, length, scratch, PADDED: constexpr):
-    """Compute a dot product, adding the upper half to the lower: in registers, then in memory."""
+    """Compute a dot product, summed first in registers, then in memory."""
     COUNT: constexpr = max(FOLD_WIDTH, PADDED // _FIRST)
     tl.debug_barrier()
     for first in range(0, COUNT, FOLD_WIDTH):
@@ -47,7 +50,7 @@ def _dot(one, other, length, scratch, PADDED: constexpr):
 
 @jit
 def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
-    """Sum COUNT products STEP apart, the upper half to the lower."""
+    """Sum COUNT products, STEP apart."""
     if COUNT == 1:
         is_there = at < length
         return tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
@@ -58,7 +61,7 @@ def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _sum_in_memory(terms, COUNT: constexpr):
-    """Sum terms, the upper half to the lower, in rounds of 8."""
+    """Sum COUNT terms, adding 8 per round."""
     tl.debug_barrier()
     if COUNT <= 2 * _THEN:
         return _sum_of_terms(terms, 1, COUNT)
@@ -81,7 +84,7 @@ def _sum_of_terms(terms, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: constexpr):
-    """Subtract the projection on the basis, twice; return the remaining length."""
+    """Subtract a vector's projection on the basis, twice; return the remaining length."""
     number = count * 0
     while number < 2 * count:
         other = basis + (number % tl.maximum(count, 1)) * length
@@ -101,7 +104,7 @@ def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: cons
 def _orthonormalise(
     factors, basis, work, scratch, matrices, PADDED: constexpr, TERMS: constexpr, WIDTH: constexpr, IS_START: constexpr
 ):
-    """Orthonormalise Q or P. If it is not finite, Q counts as zeros, and the basis of P is NaN."""
+    """Orthonormalise a matrix's Q or P. A non-finite Q counts as zeros; a non-finite P gives NaN."""
     matrix = matrices + tl.program_id(0) * MATRIX_COLUMNS
     if IS_START:
         length = tl.load(matrix + COLUMN_COUNT)

@@ -1,7 +1,10 @@
 """Two thin factors of each matrix, bit-identical to `fxcomp/compressors/powersgd.py`.
 
-Each launch covers all matrices of a bucket. Propose computes orthonormal Q and M Q; encode orthonormal P, MᵀP by chunks
-of 32 rows, the chunks' sum, and the residual; decode orthonormal P and P Qᵀ.
+Each launch covers all matrices of a bucket.
+
+    propose   orthonormal Q, M Q
+    encode    orthonormal P, MᵀP by chunks of 32 rows, the chunks' sum, the residual
+    decode    orthonormal P, P Qᵀ
 """
 
 from __future__ import annotations
@@ -150,7 +153,7 @@ def _part_of(matrices, parts, COLUMNS: constexpr):
 def _project(
     bucket, residual, start_factors, proposal, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, ROWS: constexpr
 ):
-    """Compute M Q for some rows: 64 partial sums, each over every 64th column, then a pairwise sum of them."""
+    """Compute M Q for some rows."""
     part, matrix, rows, columns = _part_of(matrices, parts, 2)
     start_factors += tl.load(matrix + Q_AT)
     row = tl.load(part + 1) + tl.arange(0, ROWS)
@@ -175,7 +178,7 @@ def _project(
 def _project_back(
     bucket, residual, basis, chunks, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, WIDTH: constexpr
 ):
-    """Compute MᵀP of 32 rows, in order."""
+    """Compute MᵀP of one chunk of 32 rows, in row order."""
     part, matrix, rows, columns = _part_of(matrices, parts, 3)
     chunk = tl.load(part + 1)
     basis += tl.load(matrix + P_AT)

@@ -9,7 +9,7 @@
     scatter    write values and places (indices in the segment) into the payload, and clear their residual
 
 Only `gather` reads every value; then a warp reads each tile's list. The launches do not depend on the data. A decision
-is a magnitude and a count: larger values are sent, and `count` values of equal magnitude, by ascending place.
+is a magnitude and a count: larger values are sent, and `count` values of equal magnitude, in ascending place.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from fxcomp.compressors.triton.tiles import (
 
 BIN_COUNT = 2048
 BINS = constant(BIN_COUNT)
-DIGITS = ((20, 31), (10, 20), (0, 10))  # of a magnitude: lowest bit, end
+DIGITS = ((20, 31), (10, 20), (0, 10))  # lowest bit and end of each digit of a magnitude
 COPIES = 8  # histograms per segment if segments are few, because additions to one bin are serialised  # assumed
 PART = constant(128)  # list entries read at once: 4 per thread of a warp  # assumed
 NEAR = constant(64)  # leading digits counted locally: 8 octaves
-DECISION_COLUMNS = constant(3)
+DECISION_COLUMNS = constant(3)  # is open; magnitude; count, or rank if open
 
 
 def copies_of(segments: int) -> int:
@@ -59,7 +59,7 @@ def copies_of(segments: int) -> int:
 
 @jit
 def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
-    """Append the next digit to an open (incomplete) decision: the bin of its rank-th largest value."""
+    """Append the next digit to an open (incomplete) decision: the bin of the rank-th largest value."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_open = tl.load(decision) != 0
     known = tl.load(decision + 1)
@@ -85,7 +85,7 @@ def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, AB
 
 @jit
 def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
-    """Count first digits locally before adding, because most fall into the same bins."""
+    """Count leading digits in a local histogram first, because most fall into the same bins."""
     digit = magnitude >> SHIFT
     lowest = tl.min(tl.where(is_there, digit, BINS - 1), axis=0)
     is_near = is_there & (digit - lowest < NEAR)
@@ -120,13 +120,13 @@ def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> No
         launch(pick, len(decisions), decisions, histograms, SHIFT=shift, COPIES=1)
 
 
-TALLY_COLUMNS = constant(3)
+TALLY_COLUMNS = constant(3)  # numbers of values: at or above the first cut, at or above the second, not finite
 
 
 def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> Tensor:
-    """Fill the payload with the values that reach the cuts, shape (2, segments); return each segment's counts.
+    """Fill the payload with the values that reach each segment's cut; return the tally, shape (segments, 3).
 
-    The second, lower cut applies if fewer than k / 2 values reach the first.
+    `cuts` has shape (2, segments). The second, lower cut applies if fewer than k / 2 values reach the first.
     """
     device, tiles, count, segments = given.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
     places = torch.empty(count * TILE, dtype=torch.int16, device=device)
@@ -155,7 +155,7 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
 
 @jit
 def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
-    """List the values that reach the lower cut. Count values at both cuts, and values that are not finite."""
+    """List the values that reach the lower cut, and fill the tally."""
     if lies_well(table, SHAPE):
         _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[4], SHAPE)
     else:
@@ -246,7 +246,7 @@ def _read_values(values, first, length, TILE: constexpr):
 
 @jit
 def _count(table, values, lengths, decisions, counts, tiles, SHAPE: constexpr):
-    """Count a tile's values above the decision's magnitude, and equal to it."""
+    """Count a tile's values: larger than the decision's magnitude, and equal to it."""
     segment, _ = segment_of(table)
     length = tl.load(lengths + tl.program_id(0))
     last = tl.load(decisions + segment * DECISION_COLUMNS + 1)

@@ -1,14 +1,14 @@
 """Values above a threshold from a fitted distribution, bit-identical to `fxcomp/compressors/sidco.py`.
 
     take      copy the magnitudes of all segments' samples
-    fit       a program per segment: the threshold by the fits (`fits.py`), and the check on the sample
+    fit       a program per segment: fit the threshold (`fits.py`), and check it on the sample
     resample  take the thin sample, if thresholds from the usual sample were far off
-    settle    the t-th largest value of a sample (`send.py`), for a thin sample or if the usual one contradicts the fit
+    settle    find the t-th largest value (`send.py`) of a thin sample, or of a usual sample that contradicts the fit
     send      the pass over the bucket (`send.py`)
-    control   the controllers' next state
+    control   compute the controllers' next state
 
-A GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in 10^8.
-Ranks need not agree on thresholds.
+Exception: a GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in
+10^8. Ranks need not agree on thresholds.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _COLUMNS = 8  # columns of 512 mantissas multiplied at once: 32 per thread  # as
 
 @cache
 def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tiles, int, Tensor, int]:
-    """Return the tiles of both samples (the thin sample's last), the number of tiles of the usual sample, a table and
-    the number of products. Rows of the table: a segment's first value, n, k, both strides, first sampled value, first
-    product.
+    """Return the tiles of both samples (the thin sample's last), the number of the usual sample's tiles, a table with a
+    row per segment, and the number of products of mantissas. Columns of the table: first value, n, k, both strides,
+    first sampled value, first product.
     """
     steps, other_steps = strides(segments, ratio), thin_strides(segments, ratio)
     sizes = [RUN * -(-(n // RUN) // step) if step > 1 else n for n, step in zip(segments, steps, strict=True)]
@@ -178,7 +178,7 @@ def _resample(table, bucket, residual, state, rows, segments, sample, decisions,
 
 @jit
 def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
-    """Write the next state; keep it if nothing was fitted or a value is not finite."""
+    """Write a controller's next state, unless nothing was fitted or a value is not finite."""
     segment = tl.program_id(0)
     _, _, k, _, _ = _row(rows, segment)
     counted = tally + segment * TALLY_COLUMNS
@@ -226,7 +226,7 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
 
 @jit
 def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write magnitudes at indices of a segment, as the bits of a float; -1 after its end."""
+    """Write the magnitudes at a segment's indices `place`, as bits; -1 after the segment's end."""
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)
@@ -234,6 +234,6 @@ def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
 
 @jit
 def _rank_in_sample(n, k, first, stride):
-    """Return t, k / n of the sample's length, and that length."""
+    """Return t, the thin sample's length times k / n, and that length."""
     length = (n - first + stride - 1) // stride
     return tl.maximum((2 * k * length + n) // (2 * n), 1), length

@@ -1,7 +1,7 @@
 """Lay out and decode the sparse payload of topk and sidco, without synchronising with the device.
 
-First the places (indices in a segment) of all ranks are read into lists, from the 1 bits of the bit strings. Then each
-tile of the bucket finds its part of each list. A section is a segment's part of the payload.
+A section is a segment's part of the payload. First the places (indices in a segment) of all ranks are read from the
+sections' bit strings into lists. Then each tile of the bucket finds its part of each list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxcomp.compressors.triton.tiles import TILE, Tiles, cut, lies_well, segment
 SECTION_COLUMNS = constant(9)
 K, SLOTS, FIRST_TILE, LAST_TILE, VALUES_AT, PLACES_AT, BITS_AT, FORM, LIST_AT = map(constant, range(9))
 """Columns of the table of sections: k, slots, first and last tile, first payload byte of values, places and bit string,
-low bits of a place, start of the decoder's list.
+low bits of a place, start of the list of places.
 """
 
 
@@ -37,7 +37,7 @@ class Layout:
     slots: tuple[int, ...]
     """Maximum number of sent values, by segment."""
     has_counts: bool
-    """A count precedes the values."""
+    """A count precedes each section's values."""
 
 
 @cache
@@ -71,8 +71,8 @@ def _layout(
 
 _BIT_BYTES = 512  # bytes per program: 4096 bits, 32 per thread  # assumed
 BYTES = constant(_BIT_BYTES)
-CHUNK = constant(256)  # values placed at once  # assumed
-PIVOTS = constant(128)  # values compared at once in a list search
+CHUNK = constant(256)  # list entries added at once  # assumed
+PIVOTS = constant(128)  # places compared at once in a list search
 
 BIT_COLUMNS = constant(3)
 
@@ -96,7 +96,7 @@ def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
 
 @cache
 def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return segment, first byte and bytes of each part of a bit string, and each segment's first part."""
+    """Return segment, first byte and bytes of each part of a bit string, and the index of each segment's first part."""
     rows: list[tuple[int, int, int]] = []
     first_rows: list[int] = []
     for segment, (n, room) in enumerate(zip(segments, slots, strict=True)):
@@ -151,7 +151,7 @@ def _read_places(payloads, sections, table, counts, payload_bytes, first_rows, e
 
 @jit
 def _first_from(places, length, bound):
-    """Count the ascending places below a bound, comparing with 128 at once."""
+    """Count the places below a bound in an ascending list, comparing 128 at once."""
     below = length * 0
     left = length
     while left > 0:

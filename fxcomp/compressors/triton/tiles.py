@@ -6,8 +6,8 @@
 A tile is `rows` blocks of one segment, each padded to `width`, a power of two. A cached device table locates each
 program's tile.
 
-Vector loads of four values must be compiled for tiles whose start and size are multiples of four. If a bucket also has
-other tiles, the kernel has code for both, and each program checks its own tile (`lies_well`).
+Vector loads of four values need tiles whose start and size are multiples of four. If a bucket also has other tiles, the
+kernel has code for both, and each program checks its own tile (`lies_well`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Tiles:
     """Division of a bucket into tiles."""
 
     table: Tensor
-    """Columns: first value, values, first block, first byte of codes, segment, first value's index in the segment, two
-    columns with a kernel's own data.
+    """One row per tile: first value, number of values, first block, first byte of codes, segment, first value's index
+    in the segment, two columns with a kernel's own data.
     """
     shape: tuple[int, int, int, int, int]
-    """Block, width, rows, and two powers of two to compile for: divisors of start and size of every tile, and of the
-    best aligned tiles.
+    """Block, width, rows, and two alignments to compile for: the power of two that divides start and size of every
+    tile, and of the best aligned tiles.
     """
     warps: int
 
@@ -135,7 +135,7 @@ def blocks_of(size, SHAPE: constexpr):
 
 @jit
 def compensated(bucket, residual, at, is_there):
-    """Return v = bucket + residual, and the old residual (v without one)."""
+    """Return v = bucket + residual, and the old residual (v if there is no residual)."""
     value = tl.load(bucket + at, is_there, other=0.0)
     old = value
     if residual is not None:

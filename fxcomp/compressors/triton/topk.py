@@ -2,7 +2,7 @@
 
     sample      the upper 11 bits of a sample's magnitudes give a cut that slightly more than k values should reach
     count       one pass over the bucket counts the values that reach the cut
-    histogram   if they are fewer than k, the same bits of all magnitudes give the cut
+    histogram   if fewer than k reach it, the same bits of all magnitudes give the cut
 
 `send.py` computes the same payload from any cut that at least k values reach.
 """
@@ -31,9 +31,9 @@ LEADING = constant(DIGITS[0][0])  # lowest of the leading bits
 
 @cache
 def _ranks(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return open decisions on samples and on segments, and the table of samples: first value, stride, length.
+    """Return open decisions for samples and for segments, and the table of samples: first value, stride, length.
 
-    The cut's rank in a sample is raised by four standard deviations of a Poisson variable.
+    The rank of a sample's cut is raised by four standard deviations of a Poisson variable.
     """
     sampled: list[tuple[int, int, int]] = []
     whole: list[tuple[int, int, int]] = []
@@ -93,7 +93,6 @@ def _stretch_of(table, ALIGNMENT: constexpr):
 
 @jit
 def _count(table, bucket, residual, guesses, reached, SHAPE: constexpr):
-    """Count the values of a tile that reach the guessed cut."""
     if lies_well(table, SHAPE):
         _count_stretch(table, bucket, residual, guesses, reached, SHAPE[4])
     else:
@@ -117,7 +116,6 @@ def _count_stretch(table, bucket, residual, guesses, reached, ALIGNMENT: constex
 
 @jit
 def _histogram(table, bucket, residual, decisions, reached, histograms, SHAPE: constexpr):
-    """Count the upper bits of a tile's values, if too few reach the guessed cut."""
     if lies_well(table, SHAPE):
         _histogram_of_stretch(table, bucket, residual, decisions, reached, histograms, SHAPE[4])
     else:
@@ -142,7 +140,7 @@ def _histogram_of_stretch(table, bucket, residual, decisions, reached, histogram
 
 @jit
 def _keep(guesses, decisions, reached):
-    """Use the guessed cut for each decision if enough values reach it."""
+    """Use the sample's cut (the guess) as a segment's decision if enough values reach it."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_guessed = tl.load(reached + tl.program_id(0)) >= tl.load(decision + 2)
     tl.store(decision + 1, tl.load(guesses + tl.program_id(0) * DECISION_COLUMNS + 1), is_guessed)
