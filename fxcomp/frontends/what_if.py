@@ -114,8 +114,8 @@ def what_if(
     """Predict the step of a job, with progress messages to `tell`.
 
     If a device is named or the costs come from another machine, compute time follows from operation counts and a
-    roofline. The job is unchanged, except for fresh optimizer state. Raises BadOption, and the errors of compile_step
-    if the optimizer's momenta cannot be exchanged.
+    roofline. The job is unchanged, except for fresh optimizer state. Raises BadOption, and
+    BadPlan if a given plan does not fit the job.
     """
     question.check()
     with imagining(question.device):

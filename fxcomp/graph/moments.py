@@ -77,7 +77,10 @@ class Update:
         self.states: list[Node] = []
 
     def gradient(self) -> Node:
-        """Return the only tensor from outside the update that is no graph input. Raise NoMoment for none or several."""
+        """Return the gradient: the only tensor that the update reads and an earlier operator computes.
+
+        Raise NoMoment for none or several.
+        """
         inside = set(self.nodes)
         outer = dict.fromkeys(n for node in self.nodes for n in node.all_input_nodes if n not in inside)
         found = [n for n in outer if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]

@@ -151,9 +151,11 @@ def flops(node: Node) -> float:
 
 
 def math_type(node: Node) -> str:
-    """Return the number type of an operator's products: `f32`, `bf16`, `f8`; `tf32` where torch's settings allow it.
+    """Return the number type in which an operator multiplies: `f32`, `bf16`, `f8`; `tf32` where torch's settings allow.
 
-    Attention in float32 ignores these settings.
+    It is the type of the first floating-point input, or `f32` without one.
+
+    Attention in float32 ignores torch's settings.
     """
     types = [t.dtype for n in node.all_input_nodes for t in tensors(n.meta.get("val")) if t.is_floating_point()]
     if not types:

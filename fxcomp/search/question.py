@@ -106,7 +106,7 @@ class Question:
     """
     pinned: Pinned = NOTHING_PINNED
     losses: Losses | None = None
-    """Errors of strategies; None for Gaussian errors."""
+    """Errors of strategies on the workload's gradients; None to assume Gaussian gradient values."""
     prices_errors: bool = False
     """True to search for the price of error with which a plan within the limit is fastest."""
 

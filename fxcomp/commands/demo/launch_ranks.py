@@ -1,4 +1,4 @@
-"""Start one process per rank, on shaped hosts or this machine."""
+"""Start one process per rank, directly on this machine or on hosts emulated by it (`shaped_hosts.py`)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ class Effort(NamedTuple):
     """Number of results to improve further, two changes at a time."""
     then: Limits
     in_full: Limits
-    """Limits with one cell per atom, for the best result and `improved` starts."""
+    """Limits of descents that move single atoms (`search/atoms.py`), not cells, from the best result and the first
+    `improved` starts.
+    """
     kicked: Limits
     rounds: int
     tails: int

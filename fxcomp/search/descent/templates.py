@@ -1,4 +1,4 @@
-"""Describe a strategy's tasks for buckets of any size: prices as functions of additive sizes.
+"""Describe a strategy's tasks for buckets of any size, as prices of sizes that add up over gradients.
 
     compress(int8)@gpu > all_gather@world > decompress@gpu
  -->
@@ -8,9 +8,9 @@
     all_gather   inter     collective(all_gather, world) of the int8 payload
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
-A `BucketWriter` writes the tasks of one large bucket, with a `_Recorder` as cost table. Sizes are proportional to a
-feature that adds up over gradients. The largest shard exceeds its proportion, because borders are rounded to a
-compressor's blocks; the mean excess over odd-sized buckets is added.
+A `BucketWriter` writes the tasks of one large probe bucket, with a `_Recorder` in place of the cost table. Each size is
+stored as its ratio to a `Feature` of the probe: its elements, or a compressor's bytes. The largest shard exceeds its
+ratio, because borders are rounded to a compressor's blocks; this excess, averaged over odd-sized probes, is added.
 """
 
 from __future__ import annotations
