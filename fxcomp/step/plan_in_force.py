@@ -103,8 +103,9 @@ class PlanInForce:
 
     @property
     def standing(self) -> Program:
-        """Program of the plan after the warm-up (in a race, of the current runner) for the job's first type of batch. Used for
-        predictions.
+        """Program of the plan after the warm-up (in a race, of the current runner) for the first type of batch.
+
+        Used for predictions.
         """
         return self._standing[self._follower.now.number]
 
