@@ -59,7 +59,7 @@ STRATEGIES = {
 }
 PLANS = ("dense", "dense, one bucket", "bf16", "int8", "topk(0.01)", "mixed", *STRATEGIES)
 WARM_UP_STEPS = 2
-UNCHECKED = fxcomp.Checks(verify="never")  # a verified step also runs eagerly
+UNVERIFIED = fxcomp.Checks(verify="never")  # a verified step also runs eagerly
 TURN = 3  # steps
 FREE_TURNS = 3  # per round; every prediction is scaled by them
 EVERY_INTER = "100mbit,300mbit,1gbit,10gbit"
@@ -112,7 +112,7 @@ def compile_plans(model: str, names: Sequence[str], tell: Teller) -> dict[str, A
             job.optimizer,
             job.batch,
             max_grad_norm=job.max_grad_norm,
-            checks=UNCHECKED,
+            checks=UNVERIFIED,
             **options,
         )
 
