@@ -41,12 +41,12 @@ This page lists the compressors with their sizes and errors, and when to use eac
 - The network sums *linear* payloads (all_reduce); others are gathered.
 - *Passes* is the number of times that encoding reads the gradient from main memory.
 - *State* is kept per parameter between steps, besides the residual.
-- *ω* = |v − decoded|² / |v|² is the error of one compression of {SAMPLE:,} values on one rank, without error feedback,
-  which delays it to the next step. The mean over N ranks of an unbiased compressor has ω/N.
+- *ω* = |v − decoded|² / |v|² is the error of one compression of {SAMPLE:,} values on one rank. Error feedback is not
+  counted; it adds the error to the next gradient. With an unbiased compressor, the mean over N ranks has the error ω/N.
 
-Compressors work in fp32, residuals too. Other gradients are converted while they are packed, or after a sum inside
-their host; the mean is rounded to their type once, equally on all ranks. Dense gradients travel in their own type. So
-no mode offers bf16 for 16-bit gradients; int8 halves their bytes.
+Compressors take fp32 and keep residuals in fp32. Gradients of other types are converted while they are packed, or after
+a sum inside their host; the mean is rounded to their type once, equally on all ranks. Dense gradients travel in their
+own type. So no mode offers bf16 for 16-bit gradients; int8 halves their bytes.
 
 """
 

@@ -43,7 +43,9 @@ class Int8(SymmetricCompressor):
         bias=Bias.ROUNDING,
         feedback=Feedback.OPTIONAL,
         parameters=(
-            Parameter("block", "values that share a scale; to nearest, more than 512 need error feedback", 1, 65536),
+            Parameter(
+                "block", "values that share a scale; rounding to nearest needs error feedback above 512", 1, 65536
+            ),
             Parameter("stochastic", "round at random, which is unbiased", 0, 1),
         ),
         state="16 a segment if stochastic",

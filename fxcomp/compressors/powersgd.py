@@ -164,7 +164,7 @@ class PowerSGD(Compressor):
     facts: ClassVar[Facts] = Facts(
         name="powersgd",
         summary="two thin factors of each matrix, from one step of subspace iteration",
-        payload="4 rank columns of a matrix; 4n of vectors and small matrices",
+        payload="4·rank·columns for a matrix; 4n for vectors and small matrices",
         payload_dtype=torch.float32,
         is_linear=True,
         bias=Bias.BIASED,
@@ -175,7 +175,7 @@ class PowerSGD(Compressor):
         state="as the payload",
         state_from_payload=True,
         agreement=ProposalReduction.SUM,
-        proposal="4 rank rows of a matrix",
+        proposal="4·rank·rows for a matrix",
         needs_whole_parameters=True,
         use="Large matrices on many ranks: fewer bytes than any quantiser, independent of the number of ranks.",
         avoid="Where a second latency costs more than bytes; vectors, small matrices, and gradients of full rank.",
