@@ -99,7 +99,7 @@ PATTERNS = {
 }
 
 LEFT: dict[str, dict[str, int]] = {
-    "docstrings": {"what": 1, "those that": 1, "tell": 2, "aside": 3},
+    "docstrings": {"what": 1, "tell": 2, "aside": 3},
     "messages": {"aside": 1},
     "pages": {"what": 4, "those that": 1, "tell": 1},
 }

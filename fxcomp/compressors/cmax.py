@@ -73,8 +73,8 @@ class CMax(Compressor):
     facts: ClassVar[Facts] = Facts(
         name="cmax",
         summary="index and sign of the largest value of each chunk, one scale per parameter",
-        payload="4 + Σ_b ⌈mb/8⌉, up to a multiple of 4; m = ⌈n/chunk⌉ codes of log₂(chunk) + 1 bits, split into planes of"
-        " b bits, b a power of two (5 = 4 + 1)",
+        payload="4 + Σ_b ⌈mb/8⌉, up to a multiple of 4; m = ⌈n/chunk⌉ codes of log₂(chunk) + 1 bits, split into planes"
+        " of b bits, b a power of two (5 = 4 + 1)",
         is_joined=True,
         bias=Bias.BIASED,
         feedback=Feedback.REQUIRED,

@@ -43,24 +43,24 @@ ONE_CORE = Roofline(gflops=50.0, gb_per_s=10.0)  # assumed: one CPU core
 class CostTable:
     """Numbers for predictions. Estimates never fail: missing measurements are assumed.
 
-    hardware, versions, date, source    description of the measurement
-    compute           times by operator and shapes: `aten.mm f32[512,384] f32[384,384]`
-    roofline          price of other operators
-    collectives       times by topology: `all_reduce@4x1`; used instead of the cluster's links
-    compressors       times by text, device and threads: `int8@cpu*2`
-    threads           CPU threads that compressors may use
-    pack_gb_per_s     rate of filling buckets
-    launch_us         time to start a collective
-    transport         processor time of collectives
-    copy_gb_per_s     rate between host and device
-    processors        processors of a rank
-    contention        factor of `transport`, fitted to the job's steps
-    overlap_speed     relative speed of a collective during compute, also fitted
-    feed_us           time of a step outside its nodes
-    host_us           the same on an asynchronous device, which hides it
-    error             relative error of a prediction
-    compute_error     relative error added for estimated compute
-    estimate          source of estimates
+    - `hardware`, `versions`, `date`, `source`: description of the measurement.
+    - `compute`: times by operator and shapes: `aten.mm f32[512,384] f32[384,384]`.
+    - `roofline`: price of other operators.
+    - `collectives`: times by topology: `all_reduce@4x1`; used instead of the cluster's links.
+    - `compressors`: times by text, device and threads: `int8@cpu*2`.
+    - `threads`: CPU threads that compressors may use.
+    - `pack_gb_per_s`: rate of filling buckets.
+    - `launch_us`: time to start a collective.
+    - `transport`: processor time of collectives.
+    - `copy_gb_per_s`: rate between host and device.
+    - `processors`: processors of a rank.
+    - `contention`: factor of `transport`, fitted to the job's steps.
+    - `overlap_speed`: relative speed of a collective during compute, also fitted.
+    - `feed_us`: time of a step outside its nodes.
+    - `host_us`: the same on an asynchronous device, which hides it.
+    - `error`: relative error of a prediction.
+    - `compute_error`: relative error added for estimated compute.
+    - `estimate`: source of estimates.
     """
 
     hardware: str = "unknown"
@@ -201,6 +201,7 @@ class CostTable:
     # Text and files
 
     def to_json(self) -> dict[str, Any]:
+        """Return the table as plain data."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             "version": VERSION,
@@ -217,6 +218,7 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostTable:
+        """Build a table from the `data` of `to_json`. Raise BadOption with the path of an error."""
         try:
             if not isinstance(data, dict):
                 raise wrong("", "an object, as fxcomp calibrate writes it", data)
@@ -236,6 +238,7 @@ class CostTable:
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
+        """Read the table at `path`. Raise BadOption."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except BadOption as error:

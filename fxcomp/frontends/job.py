@@ -49,6 +49,7 @@ class Job:
         return self if model is self.model else replace(self, model=model, loss_fn=loss_fn)
 
     def batch_at(self, step: int, rank: int) -> Any:
+        """Return the batch of a `step` on a `rank`."""
         return self.batch if self.next_batch is None else self.next_batch(step, rank)
 
 

@@ -153,6 +153,7 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
+        """True if no bucket is compressed."""
         return all(bucket.strategy.is_dense for bucket in self.buckets)
 
     @property
@@ -178,6 +179,7 @@ class Plan:
         return self._at(points)
 
     def at_gradients(self) -> Plan:
+        """Return the plan that exchanges gradients in all buckets."""
         return self._at([ExchangePoint.GRADIENT] * len(self.buckets))
 
     def _at(self, points: Sequence[ExchangePoint]) -> Plan:
@@ -258,6 +260,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
         return {
             "version": 1,
             "buckets": [
@@ -292,6 +295,7 @@ class Plan:
             raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
+        """Write the plan to `path`."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod

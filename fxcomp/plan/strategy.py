@@ -81,6 +81,7 @@ class Strategy:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
+        """Compressors in the order of the steps."""
         return tuple(step.compressor for step in self.steps if isinstance(step, Compress))
 
     @property

@@ -21,6 +21,7 @@ class StepReport:
 
     def __init__(self, explanation: Explanation) -> None:
         self.explanation = explanation
+        """Facts that all formats show."""
 
     def __str__(self) -> str:
         return to_text(self.explanation)

@@ -117,7 +117,7 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 
 
 def saved_plan(saved: Any) -> Plan | None:
-    """Return the plan of a saved state or checkpoint, even if the job was still in the plan's warm-up.
+    """Return the plan of a `saved` state or checkpoint, even if the job was still in the plan's warm-up.
 
     Returns None if the state has no plan. Raises BadState.
     """
@@ -139,9 +139,9 @@ def read_checkpoint(
 ) -> dict[str, Tensor]:
     """Read this rank's part of a `folder` written by `dcp.save({under: step.checkpoint(), ...})`.
 
-    `rank` i of r `ranks` (default: the process group's) reads the states of ranks i, i + r, ..., so that each state is
-    read once. Pass the result, empty if there is no state, to `load_state_dict`. No rank waits for another. Raises
-    BadState.
+    `under` is the key there. `rank` i of r `ranks` (default: the process group's) reads the states of ranks i, i + r,
+    ..., so that each state is read once. Pass the result, empty if there is no state, to `load_state_dict`. No rank
+    waits for another. Raises BadState.
     """
     # imported here because it takes 0.3 s
     from torch.distributed.checkpoint.filesystem import FileSystemReader
