@@ -27,9 +27,10 @@ FXCOMP_BODY void encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTR
     }
 }
 
+template <bool kDivides>
 FXCOMP_BODY void decode(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
                         float* FXCOMP_RESTRICT out, int64_t begin, int64_t end) {
-    const float factor = mean_factor(ranks);
+    const float factor = mean_factor(ranks), divisor = static_cast<float>(ranks);
     for (int64_t start = begin; start < end; start += kTile) {
         const int64_t size = std::min(kTile, end - start);
         float* FXCOMP_RESTRICT tile = out + start;
@@ -42,7 +43,7 @@ FXCOMP_BODY void decode(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks,
             }
         }
         if (ranks > 1) {
-            for (int64_t i = 0; i < size; ++i) tile[i] *= factor;
+            for (int64_t i = 0; i < size; ++i) tile[i] = kDivides ? tile[i] / divisor : tile[i] * factor;
         }
     }
 }
@@ -57,6 +58,20 @@ FXCOMP_EXPORT void fxcomp_bf16_encode(const float* bucket, float* residual, uint
 FXCOMP_EXPORT int32_t fxcomp_bf16_decode(const uint16_t* payloads, int64_t ranks, float* out, const void*, const void*,
                                          int64_t elements) {
     in_parallel(elements, kGrain / ranks,
-                [=](int64_t begin, int64_t end) { widest<decode>(payloads, ranks, elements, out, begin, end); });
+                [=](int64_t begin, int64_t end) { widest<decode<false>>(payloads, ranks, elements, out, begin, end); });
+    return 1;
+}
+
+// Values that are bf16 already: the mean is divided once, so it is correctly rounded if the sum is exact.
+
+FXCOMP_EXPORT void fxcomp_exact_bf16_encode(const float* bucket, float* residual, uint16_t* payload, const void* state,
+                                            const void* agreed, int64_t elements) {
+    fxcomp_bf16_encode(bucket, residual, payload, state, agreed, elements);
+}
+
+FXCOMP_EXPORT int32_t fxcomp_exact_bf16_decode(const uint16_t* payloads, int64_t ranks, float* out, const void*,
+                                               const void*, int64_t elements) {
+    in_parallel(elements, kGrain / ranks,
+                [=](int64_t begin, int64_t end) { widest<decode<true>>(payloads, ranks, elements, out, begin, end); });
     return 1;
 }

@@ -60,6 +60,7 @@ FXCOMP_BODY void encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTR
     }
 }
 
+template <bool kDivides>
 FXCOMP_INLINE void decode_tile(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
                                float* FXCOMP_RESTRICT tile, int64_t size) {
     for (int64_t i = 0; i < size; ++i) tile[i] = widen_fp16(payloads[i]);
@@ -68,18 +69,18 @@ FXCOMP_INLINE void decode_tile(const uint16_t* FXCOMP_RESTRICT payloads, int64_t
         for (int64_t i = 0; i < size; ++i) tile[i] += widen_fp16(half[i]);
     }
     if (ranks == 1) return;
-    const float factor = mean_factor(ranks);
-    for (int64_t i = 0; i < size; ++i) tile[i] *= factor;
+    const float factor = mean_factor(ranks), divisor = static_cast<float>(ranks);
+    for (int64_t i = 0; i < size; ++i) tile[i] = kDivides ? tile[i] / divisor : tile[i] * factor;
 }
 
-template <bool kStream>
+template <bool kStream, bool kDivides>
 FXCOMP_BODY void decode(const uint16_t* payloads, int64_t ranks, int64_t elements, float* out, int64_t begin,
                         int64_t end) {
     LineWriter<kTile> writer;
     if (kStream) start_lines(writer, out + begin);
     for (int64_t start = begin; start < end; start += kTile) {
         const int64_t size = std::min(kTile, end - start);
-        decode_tile(payloads + start, ranks, elements, kStream ? next_values(writer) : out + start, size);
+        decode_tile<kDivides>(payloads + start, ranks, elements, kStream ? next_values(writer) : out + start, size);
         if (kStream) commit_values(writer, size);
     }
     if (kStream) finish_lines(writer);
@@ -96,16 +97,33 @@ FXCOMP_EXPORT void fxcomp_fp16_encode(const float* bucket, float* residual, uint
     }
 }
 
-FXCOMP_EXPORT int32_t fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks, float* out, const void*, const void*,
-                                         int64_t elements) {
+template <bool kDivides>
+inline int32_t decode_all(const uint16_t* payloads, int64_t ranks, float* out, int64_t elements) {
     if (kCanStream && elements >= kStreamedElements) {
         in_parallel(elements, kGrain / ranks, [=](int64_t begin, int64_t end) {
-            widest<decode<true>>(payloads, ranks, elements, out, begin, end);
+            widest<decode<true, kDivides>>(payloads, ranks, elements, out, begin, end);
         });
     } else {
         in_parallel(elements, kGrain / ranks, [=](int64_t begin, int64_t end) {
-            widest<decode<false>>(payloads, ranks, elements, out, begin, end);
+            widest<decode<false, kDivides>>(payloads, ranks, elements, out, begin, end);
         });
     }
     return 1;
+}
+
+FXCOMP_EXPORT int32_t fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks, float* out, const void*, const void*,
+                                         int64_t elements) {
+    return decode_all<false>(payloads, ranks, out, elements);
+}
+
+// Values that are fp16 already: the mean is divided once, so it is correctly rounded if the sum is exact.
+
+FXCOMP_EXPORT void fxcomp_exact_fp16_encode(const float* bucket, float* residual, uint16_t* payload, const void* state,
+                                            const void* agreed, int64_t elements) {
+    fxcomp_fp16_encode(bucket, residual, payload, state, agreed, elements);
+}
+
+FXCOMP_EXPORT int32_t fxcomp_exact_fp16_decode(const uint16_t* payloads, int64_t ranks, float* out, const void*,
+                                               const void*, int64_t elements) {
+    return decode_all<true>(payloads, ranks, out, elements);
 }

@@ -11,7 +11,7 @@
 """
 
 from fxcomp.compressors.base import Compressed, Compressor
-from fxcomp.compressors.casts import BF16, FP16, CastCompressor
+from fxcomp.compressors.casts import BF16, FP16, CastCompressor, ExactBF16, ExactFP16, ExactFP32
 from fxcomp.compressors.catalogue import CATALOGUE, compressor_of, parse_compressor, register
 from fxcomp.compressors.cmax import CMax
 from fxcomp.compressors.facts import Bias, Facts, Feedback, Parameter, ProposalReduction
@@ -36,6 +36,9 @@ __all__ = [
     "Compressor",
     "DecoderInput",
     "EncoderInput",
+    "ExactBF16",
+    "ExactFP16",
+    "ExactFP32",
     "Facts",
     "Feedback",
     "Int2",

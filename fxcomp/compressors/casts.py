@@ -1,4 +1,4 @@
-"""Send each value in a shorter floating-point format that an all_reduce can sum: bf16 and fp16.
+"""Send each value in a floating-point format: bf16 and fp16, which an all_reduce can sum, and exact forms.
 
     payload = v rounded to nearest, ties to even        decoded = fp32(payload)
 
@@ -89,4 +89,81 @@ class FP16(CastCompressor):
         use="Where a scaled loss keeps gradients between 1e-4 and 1e4, and bf16 is too coarse.",
         avoid="Gradients of unknown size: bf16 has fp32's range for the same bytes.",
         source="IEEE 754 binary16, round to nearest even",
+    )
+
+
+class ExactCast(CastCompressor):
+    """Base of casts for gradients that are casts of `facts.payload_dtype` values, which are sent without error.
+
+    mean = (sum of payloads in rank order, in fp32) / ranks
+
+    Payloads are gathered, because a sum in 16 bits would be rounded.
+    """
+
+    __slots__ = ()
+
+    def decompress_reference(self, received: DecoderInput) -> Tensor:
+        total, *others = (payload.float() for payload in received.of_ranks)
+        for other in others:
+            total = total + other
+        return total / received.ranks
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class ExactBF16(ExactCast):
+    """bfloat16 for gradients that are casts of bf16 values: two bytes a value, no error."""
+
+    facts: ClassVar[Facts] = Facts(
+        name="exact_bf16",
+        summary="the upper half of each fp32, where the graph proves that the lower half is zero",
+        payload="2n",
+        payload_dtype=torch.bfloat16,
+        is_exact=True,
+        is_joined=True,
+        bias=Bias.ROUNDING,
+        feedback=Feedback.FORBIDDEN,
+        use="Chosen by `lossless` under bf16 autocast.",
+        avoid="Other gradients: plans with them are refused.",
+        source="IEEE fp32 cut to bfloat16",
+    )
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class ExactFP16(ExactCast):
+    """Half precision for gradients that are casts of fp16 values: two bytes a value, no error."""
+
+    facts: ClassVar[Facts] = Facts(
+        name="exact_fp16",
+        summary="half precision, where the graph proves that each fp32 is a cast of it",
+        payload="2n",
+        payload_dtype=torch.float16,
+        is_exact=True,
+        is_joined=True,
+        bias=Bias.ROUNDING,
+        feedback=Feedback.FORBIDDEN,
+        use="Chosen by `lossless` under fp16 autocast.",
+        avoid="Other gradients: plans with them are refused.",
+        source="IEEE 754 binary16",
+    )
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class ExactFP32(ExactCast):
+    """fp32 as it is, gathered, so that every rank adds in the order of the ranks."""
+
+    facts: ClassVar[Facts] = Facts(
+        name="exact_fp32",
+        summary="fp32 as it is, added in the order of the ranks",
+        payload="4n",
+        payload_dtype=torch.float32,
+        is_exact=True,
+        is_joined=True,
+        bias=Bias.UNBIASED,
+        feedback=Feedback.FORBIDDEN,
+        use='Chosen by `Compress(within="lossless", sums="ranks")`.',
+        avoid="Where the order of a sum does not matter: all_reduce sends no more.",
+        source="IEEE fp32",
     )

@@ -32,7 +32,7 @@ class Feedback(Enum):
     REQUIRED = "required"
     OPTIONAL = "optional"
     FORBIDDEN = "forbidden"
-    """Feedback would diverge, because the compression error can exceed the input."""
+    """The compression error can exceed the input, so feedback would diverge; or there is no error."""
 
 
 class Bias(Enum):
@@ -105,6 +105,8 @@ class Facts:
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
     """Parameter that counts values per scale or code. Shards are cut at its multiples, or anywhere if empty."""
+    is_exact: bool = False
+    """Only for gradients that are casts of values of `payload_dtype`, which it sends without error."""
     is_joined: bool = False
     """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False

@@ -32,6 +32,8 @@ _WORDS = 16  # random 32-bit words per value
 @lru_cache(maxsize=1024)
 def gaussian_error(compressor: Compressor, ranks: int = 1) -> float:
     """Return ω of a compressor bound to `ranks` ranks."""
+    if compressor.facts.is_exact:
+        return 0.0
     bound = compressor.bound_to([SHAPE], ranks)
     is_low_rank = bound.facts.needs_whole_parameters
     value = _falling() if is_low_rank else _values()

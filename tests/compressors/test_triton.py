@@ -28,7 +28,7 @@ from fxcomp.compressors.powersgd import _orthonormal as reference_basis  # pyrig
 from fxcomp.compressors.sidco import Controller
 from fxcomp.compressors.triton import dispatch, language
 from fxcomp.compressors.triton.orthonormal import orthonormal
-from fxcomp.plan.modes import LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
+from fxcomp.plan.modes import EXACT, LADDER_COMPRESSORS, MOMENTUM_COMPRESSORS, Mode, compressors_of
 from fxcomp.testing import SAMPLES
 from fxcomp.testing.kernel_checks import assert_same_bits, plain_torch
 
@@ -62,7 +62,10 @@ def test_every_file_can_be_imported_without_triton() -> None:
 def test_what_a_mode_or_a_budget_offers_has_kernels() -> None:
     offered = {
         type(compressor)
-        for compressor in (*compressors_of(Mode.AGGRESSIVE), *LADDER_COMPRESSORS, *MOMENTUM_COMPRESSORS)
+        for compressor in (
+            *(*compressors_of(Mode.AGGRESSIVE), *LADDER_COMPRESSORS, *MOMENTUM_COMPRESSORS),
+            EXACT[torch.bfloat16],
+        )
     }
     assert offered == {kind for kind in CATALOGUE.values() if dispatch.has_kernels(kind)}
 

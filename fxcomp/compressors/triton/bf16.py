@@ -21,7 +21,7 @@ from fxcomp.compressors.triton.tiles import TILE, compensated, is_finite
 
 
 def cast_kernels(
-    code: Any, value: Any
+    code: Any, value: Any, *, divides: bool = False
 ) -> tuple[
     Callable[[CastCompressor, EncoderInput, Tensor], None], Callable[[CastCompressor, DecoderInput, Tensor], None]
 ]:
@@ -34,7 +34,7 @@ def cast_kernels(
     def decode(compressor: CastCompressor, received: DecoderInput, out: Tensor) -> None:
         elements = len(out)
         arguments = (received.payloads.view(torch.int16), out, elements)
-        launch(_decode, -(-elements // TILE), *arguments, VALUE=value, RANKS=received.ranks, TILE=TILE)
+        launch(_decode, -(-elements // TILE), *arguments, VALUE=value, RANKS=received.ranks, DIVIDES=divides, TILE=TILE)
 
     return encode, decode
 
@@ -61,35 +61,38 @@ def _encode_tile(bucket, residual, payload, first, size, CODE: constexpr, VALUE:
 
 
 @jit
-def _decode(payloads, out, elements, VALUE: constexpr, RANKS: constexpr, TILE: constexpr):
+def _decode(payloads, out, elements, VALUE: constexpr, RANKS: constexpr, DIVIDES: constexpr, TILE: constexpr):
     first = tl.program_id(0).to(tl.int64) * TILE
     if first + TILE <= elements:
-        _decode_tile(payloads, out, elements, first, TILE, VALUE, RANKS, TILE)
+        _decode_tile(payloads, out, elements, first, TILE, VALUE, RANKS, DIVIDES, TILE)
     else:
-        _decode_tile(payloads, out, elements, first, elements - first, VALUE, RANKS, TILE)
+        _decode_tile(payloads, out, elements, first, elements - first, VALUE, RANKS, DIVIDES, TILE)
 
 
 @jit
-def _decode_tile(payloads, out, elements, first, size, VALUE: constexpr, RANKS: constexpr, TILE: constexpr):
+def _decode_tile(
+    payloads, out, elements, first, size, VALUE: constexpr, RANKS: constexpr, DIVIDES: constexpr, TILE: constexpr
+):
     number = tl.arange(0, TILE)
     place, is_there = first + number, number < size
     total = VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32))
     for _ in range(1, RANKS):
         payloads += elements
         total += VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32))
-    tl.store(out + place, total * (1.0 / RANKS), is_there)
+    mean = tl.div_rn(total, 1.0 * RANKS) if DIVIDES else total * (1.0 / RANKS)
+    tl.store(out + place, mean, is_there)
 
 
 @jit
-def _code(value):
+def bf16_code(value):
     bits = value.to(tl.uint32, bitcast=True)
     nearest = bits + 0x7FFF + ((bits >> 16) & 1)
     return (tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, nearest) >> 16).to(tl.int32)
 
 
 @jit
-def _value(code):
+def bf16_value(code):
     return (code << 16).to(tl.float32, bitcast=True)
 
 
-encode, decode = cast_kernels(_code, _value)
+encode, decode = cast_kernels(bf16_code, bf16_value)
