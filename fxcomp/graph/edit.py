@@ -160,6 +160,12 @@ def collective_of(gradient: Node) -> Node | None:
     return next((user for user in gradient.users if is_collective(user)), None)
 
 
+def mean_of(gradient: Node) -> Any:
+    """Return the fake value of a gradient's mean; of the gradient itself if it is not sent."""
+    reduction = collective_of(gradient)
+    return (gradient if reduction is None else reduction).meta["val"]
+
+
 def slot_text(node: Node) -> str:
     """Format a node's bucket, and its slot unless 0: `3`, `3_1`."""
     return f"{info(node).bucket}_{info(node).slot}" if info(node).slot else f"{info(node).bucket}"

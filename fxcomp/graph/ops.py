@@ -34,12 +34,17 @@ def _like_first(value: Tensor, *_: Any) -> Tensor:
 
 
 def _pack(
-    gradients: Sequence[Tensor], scale: float, *, dtype: torch.dtype | None = None, factor: Tensor | None = None
+    gradients: Sequence[Tensor],
+    scale: float,
+    *,
+    dtype: torch.dtype | None = None,
+    factor: Tensor | None = None,
+    applies: bool = True,
 ) -> Tensor:
     flat = _pack_fake(gradients, scale, dtype=dtype)
     for slot, gradient in zip(slots(flat, gradients, dtype), gradients, strict=True):
         slot.copy_(gradient)
-    if factor is not None:
+    if factor is not None and applies:
         return flat * (factor * scale)
     return flat if scale == 1.0 else flat * scale
 
@@ -149,7 +154,8 @@ def _move(kind: str) -> None:
 
 # Makes one flat bucket, multiplied by `scale` and `factor`; gradients of mixed types become bytes.
 _define(
-    "pack(Tensor[] gradients, float scale, *, ScalarType? dtype=None, Tensor? factor=None) -> Tensor",
+    "pack(Tensor[] gradients, float scale, *, ScalarType? dtype=None, Tensor? factor=None, bool applies=True)"
+    " -> Tensor",
     _pack,
     _pack_fake,
 )

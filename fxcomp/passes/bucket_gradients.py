@@ -28,7 +28,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxcomp.errors import CaptureFailed
-from fxcomp.graph.edit import call, collective_of, gradients, last_result, wait_of
+from fxcomp.graph.edit import call, collective_of, gradients, last_result, mean_of, wait_of
 from fxcomp.graph.info import NodeInfo, Role, info, update_info
 from fxcomp.graph.ops import ALL_REDUCE, PACK, WAIT
 from fxcomp.plan.kinds import ElementType
@@ -40,7 +40,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
     if not any(collective_of(gradient) for gradient in local.values()):
         return gm
     values = {name: node.meta["val"] for name, node in local.items()}
-    types = {name: ElementType.of(value.dtype) for name, value in values.items()}
+    types = {name: ElementType.of(node.meta["val"].dtype, mean_of(node).dtype) for name, node in local.items()}
     plan.check_covers({name: value.numel() for name, value in values.items()}, types)
     parts = plan.parts
     found = {name: _PlacedGradient(gm.graph, name, node, parts[name]) for name, node in local.items()}
@@ -79,7 +79,7 @@ class _PlacedGradient:
             self.put_back(graph, joined, label)
 
     def put_back(self, graph: Graph, mean: Node, label: NodeInfo) -> None:
-        value = self.local.meta["val"]
+        value = self.wait.meta["val"]
         known = value if value.is_contiguous() else None
         shaped = call(graph, torch.ops.aten.view.default, (mean, list(value.shape)), label, value=known)
         self.wait.replace_all_uses_with(shaped)
@@ -116,7 +116,9 @@ def _gather_bucket(
     own = [gradient.parts[start] for gradient, start in zip(members, bucket.starts, strict=True)]
 
     with graph.inserting_after(max((last_result(each.last) for each in members), key=order.__getitem__)):
-        pack = call(graph, PACK, (own, 1.0), NodeInfo(Role.PACK, bucket=number), name=f"pack_{number}")
+        cast = {"dtype": torch.float32} if bucket.element_type.narrow is not None else {}
+        label = NodeInfo(Role.PACK, bucket=number)
+        pack = call(graph, PACK, (own, 1.0), label, name=f"pack_{number}", kwargs=cast)
     with graph.inserting_after(pack):
         label = NodeInfo(Role.COLLECTIVE, bucket=number)
         reduction = call(graph, ALL_REDUCE, (pack, "avg", "world"), label, name=f"all_reduce_{number}")

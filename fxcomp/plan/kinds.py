@@ -42,12 +42,21 @@ class ElementType(StrEnum):
     BF16 = "bf16"
     F16 = "f16"
     F64 = "f64"
+    F32_OF_BF16 = "f32 of bf16"
+    """fp32 gradients that are casts of bf16 values."""
+    F32_OF_F16 = "f32 of f16"
 
     __hash__ = str.__hash__
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> ElementType:
-        return _BY_DTYPE[dtype]
+    def of(cls, dtype: torch.dtype, mean: torch.dtype | None = None) -> ElementType:
+        """Return the type of gradients of `dtype`, whose mean has type `mean` if that is another one."""
+        return _BY_DTYPE[dtype] if mean in (None, dtype) else _EXACT[dtype]
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """16-bit type of the values that these gradients are casts of; None for other types."""
+        return next((dtype for dtype, exact in _EXACT.items() if exact is self), None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,8 +72,11 @@ _DTYPES = {
     ElementType.BF16: torch.bfloat16,
     ElementType.F16: torch.float16,
     ElementType.F64: torch.float64,
+    ElementType.F32_OF_BF16: torch.float32,
+    ElementType.F32_OF_F16: torch.float32,
 }
-_BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items()}
+_EXACT = {torch.bfloat16: ElementType.F32_OF_BF16, torch.float16: ElementType.F32_OF_F16}
+_BY_DTYPE = {dtype: each for each, dtype in _DTYPES.items() if each not in _EXACT.values()}
 
 
 def check_is_trainable(name: str, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.fx import GraphModule, Node
 
 from fxcomp.cost.timeline import Task
-from fxcomp.graph.edit import gradients, is_collective, nodes_on_host
+from fxcomp.graph.edit import gradients, is_collective, mean_of, nodes_on_host
 from fxcomp.graph.info import Role, info
 from fxcomp.graph.ops import BROADCAST
 from fxcomp.graph.regions import Region, cut
@@ -102,7 +102,7 @@ def read_workload(gm: GraphModule, feed_us: float = 0.0) -> Workload:
                 shape=tuple(node.meta["val"].shape),
                 ready_us=ready[node],
                 update_us=updates.get(name, 0.0),
-                element_type=ElementType.of(node.meta["val"].dtype),
+                element_type=ElementType.of(node.meta["val"].dtype, mean_of(node).dtype),
             )
             for name, node in gradients(gm).items()
         ),

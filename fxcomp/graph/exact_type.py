@@ -1,0 +1,136 @@
+"""Prove that fp32 gradients are casts of 16-bit values, and rebuild the 16-bit values.
+
+    %mm      bf16[16,8]  mm(%t_18, %view)
+    %t       bf16[8,16]  t(%mm)
+    %cast    f32[8,16]   _to_copy(%t, dtype=float32)    every value is a bf16 number
+    %view_1  f32[128]    view(%cast, [128])             so is every value here
+    %add     f32[8,16]   add(%cast, %other)             not proved: a sum in fp32
+ -->
+    %view_2  bf16[128]   view(%t, [128])                the 16-bit value of %view_1
+
+Rules follow operators: casts to a wider type, operators that move values, and constants that both types represent.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fxcomp import compat
+from fxcomp.graph.captured import written_nodes
+from fxcomp.graph.edit import call, gradients
+from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.work import operator_text
+
+aten = torch.ops.aten
+
+NARROW = frozenset({torch.bfloat16, torch.float16})
+_WIDE = (torch.float32, torch.float64)
+_NONE: frozenset[torch.dtype] = frozenset()
+
+_MOVES = frozenset(
+    {
+        *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default),
+        *(aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.clone.default),
+        *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.detach.default),
+        *(aten.slice.Tensor, aten.select.int, aten.flip.default, aten.split.Tensor, aten.split_with_sizes.default),
+    }
+)
+"""Operators whose results contain values of their first argument, and no others."""
+
+_PADS = frozenset({aten.slice_backward.default, aten.select_backward.default})
+"""Operators that add zeros to the values of their first argument."""
+
+_JOINS = frozenset({aten.cat.default, aten.stack.default})
+_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+
+
+def exact_types(gm: GraphModule) -> dict[str, torch.dtype]:
+    """Return the 16-bit type of the gradients that are casts of 16-bit values, by parameter name."""
+    found = {name: narrow_types(node) for name, node in gradients(gm).items() if node.meta["val"].dtype in _WIDE}
+    return {name: next(iter(types)) for name, types in found.items() if len(types) == 1}
+
+
+def narrow_types(node: Node) -> frozenset[torch.dtype]:
+    """Return the 16-bit types that represent every value of a node; both for zeros."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.dtype in NARROW:
+        return frozenset({value.dtype})
+    if node.op != "call_function" or _is_written(node):
+        return _NONE
+    if node.target in _ZEROS:
+        return NARROW
+    if isinstance(value, Tensor) and value.dtype not in _WIDE:
+        return _NONE
+    if node.target in _JOINS:
+        parts = cast("Sequence[Node]", node.args[0])
+        return frozenset.intersection(NARROW, *map(narrow_types, parts))
+    if node.target is aten.constant_pad_nd.default:
+        return narrow_types(cast("Node", node.args[0])) if _padded_by(node) == 0 else _NONE
+    if _is_cast(node) or node.target in _MOVES or node.target in _PADS or node.target is operator.getitem:
+        return narrow_types(cast("Node", node.args[0]))
+    return _NONE
+
+
+def _is_written(node: Node) -> bool:
+    """Return whether an operator writes a value or a view of it in place."""
+    views = (user for user in node.users if compat.is_operator(user.target) and compat.is_view(user.target))
+    return any(node in written_nodes(user) for user in node.users) or any(map(_is_written, views))
+
+
+def _padded_by(node: Node) -> Any:
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+
+
+def _is_cast(node: Node) -> bool:
+    """Return whether a node only casts, with its input's strides."""
+    if node.target is not aten._to_copy.default or not isinstance(source := node.args[0], Node):
+        return False
+    before, after = source.meta["val"], node.meta["val"]
+    return before.dtype.is_floating_point and before.stride() == after.stride() and before.device == after.device
+
+
+def narrowed(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    """Insert the 16-bit value of a node at the graph's insertion point. `dtype` is one of its `narrow_types`."""
+    if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dtype is dtype:
+        return node
+    if _is_cast(node):
+        return narrowed(graph, cast("Node", node.args[0]), dtype)
+    label = NodeInfo(Role.COMPUTE)
+    if node.target in _ZEROS:
+        value = node.meta["val"].to(dtype)
+        return call(graph, node.target, node.args, label, kwargs={**node.kwargs, "dtype": dtype}, value=value)
+    if node.target in _JOINS:
+        parts = [narrowed(graph, part, dtype) for part in cast("Sequence[Node]", node.args[0])]
+        return call(graph, node.target, (parts, *node.args[1:]), label, kwargs=dict(node.kwargs))
+    source = narrowed(graph, cast("Node", node.args[0]), dtype)
+    return call(graph, node.target, (source, *node.args[1:]), label, kwargs=dict(node.kwargs))
+
+
+def proof_note(gm: GraphModule, exact: Collection[str]) -> str:
+    """Describe which gradients are `exact`, by the operators that compute them, and which are not."""
+    if not exact:
+        return ""
+    sizes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for name, node in gradients(gm).items():
+        sizes[name in exact][f"{operator_text(_computed(node).target)}"] += int(node.meta["val"].numel())
+    proved, others = (sum(sizes[is_exact].values()) for is_exact in (True, False))
+    by, against = (", ".join(f"{k} ({v:,})" for k, v in sizes[is_exact].most_common()) for is_exact in (True, False))
+    return (
+        f"{proved / (proved + others):.1%} of the gradients' values are casts of 16-bit values, and are sent in 16 bits"
+        f" without error: those computed by {by}." + (f" Not so: {against}, in fp32." if against else "")
+    )
+
+
+def _computed(node: Node) -> Node:
+    """Return the node that computes a gradient, before casts and moves."""
+    moves = (*_MOVES, *_PADS, operator.getitem)
+    while node.op == "call_function" and (_is_cast(node) or node.target in moves):
+        node = cast("Node", node.args[0])
+    return node

@@ -1,0 +1,51 @@
+"""Send gradients that are casts of 16-bit values as these values.
+
+      %view                   compute     bf16[4]  aten.view(%sum_2, [4])
+    ...
+    - %all_reduce_default_1   collective  f32[4]   all_reduce(%_to_copy_6, avg, world)  bias
+    + %alias_default_1        gradient    bf16[4]  aten.alias(%view)  bias
+    + %all_reduce_default_1   collective  f32[4]   all_reduce(%alias_default_1, avg, world)  bias
+      %wait_tensor_default_1  wait        f32[4]   wait(%all_reduce_default_1)  bias
+
+The mean stays fp32: packs cast. Since regions then return 16-bit values, no compiler can drop their rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import GraphModule
+
+from fxcomp.errors import CaptureFailed
+from fxcomp.graph.edit import call, collective_of, gradients, must_stay
+from fxcomp.graph.exact_type import narrow_types, narrowed
+from fxcomp.graph.info import NodeInfo, Role, update_info
+from fxcomp.plan.kinds import ElementType
+
+
+def narrow_gradients(gm: GraphModule, exact: Mapping[str, ElementType]) -> GraphModule:
+    """Narrow the gradients named in `exact`, each to its 16-bit type. Raises CaptureFailed."""
+    if not exact:
+        return gm
+    for name, gradient in gradients(gm).items():
+        if name not in exact:
+            continue
+        narrow = exact[name].narrow
+        assert narrow is not None, "an exact gradient has a 16-bit type"
+        if narrow not in narrow_types(gradient):
+            raise CaptureFailed(
+                f"the gradient of {name!r} was a cast {narrow} value when the plan was made; in this capture it is"
+                f" computed in {gradient.meta['val'].dtype}, by {gradient.target}.\n"
+                "  Keep autocast as it was when the step was compiled, or compile the step again."
+            )
+        reduction = collective_of(gradient)
+        if reduction is None:
+            continue  # one rank sends nothing
+        with gm.graph.inserting_before(reduction):
+            source = narrowed(gm.graph, gradient, narrow)
+            alias = call(gm.graph, torch.ops.aten.alias.default, (source,), NodeInfo(Role.GRADIENT, name))
+        update_info(gradient, role=Role.COMPUTE)
+        reduction.replace_input_with(gradient, alias)
+    gm.graph.eliminate_dead_code(must_stay)
+    return gm
