@@ -9,7 +9,7 @@ one turn between two steps.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch.fx import GraphModule
@@ -38,6 +38,7 @@ from fxcomp.passes.fuse_updates import fuse_updates
 from fxcomp.passes.label_gradients import label_gradients
 from fxcomp.passes.lower_strategies import lower_strategies
 from fxcomp.passes.move_exchange import move_exchange
+from fxcomp.passes.narrow_gradients import narrow_gradients
 from fxcomp.passes.order_for_overlap import order_for_overlap
 from fxcomp.passes.recompute_in_backward import recompute_in_backward
 from fxcomp.passes.remove_dead_nodes import remove_dead_nodes
@@ -47,7 +48,7 @@ from fxcomp.passes.sum_gradients import sum_gradients
 from fxcomp.passes.thread_state import thread_state
 from fxcomp.passes.weigh_gradients import weigh_gradients
 from fxcomp.plan.error_feedback import CLASSIC, ErrorFeedback
-from fxcomp.plan.kinds import Stream
+from fxcomp.plan.kinds import ElementType, Stream
 from fxcomp.plan.plan import Bucket, ExchangePoint, Plan
 from fxcomp.plan.strategy import DENSE
 from fxcomp.search.plan_tasks import handing_out
@@ -65,6 +66,10 @@ class Compiler:
     skip_nonfinite: bool = False
     micro_batches: int = 1
     """Number of micro-batches whose gradients are summed before sending."""
+    exact: Mapping[str, ElementType] = field(default_factory=dict[str, ElementType])
+    """Gradients that are sent as 16-bit values because they are casts of them, equal on all ranks."""
+    keeps_order: bool = False
+    """True if results may not depend on buckets: norms for clipping are taken per gradient."""
 
     def labelling(self) -> Passes:
         """Return the passes that need no plan: they label reductions and roles."""
@@ -75,6 +80,7 @@ class Compiler:
                 partial(canonicalize_sync, world_size=ranks),
                 partial(broadcast_buffers, world_size=ranks),
                 partial(label_gradients),
+                partial(narrow_gradients, exact=self.exact),
                 partial(recompute_in_backward, devices=program.INDUCTOR_DEVICES),
             ),
         )
@@ -84,7 +90,15 @@ class Compiler:
         return (
             *self.labelling(),
             *self._bucketing(plan),
-            (partial(lower_strategies, plan=plan, cluster=self.cluster, rank=self.rank),),
+            (
+                partial(
+                    lower_strategies,
+                    plan=plan,
+                    cluster=self.cluster,
+                    rank=self.rank,
+                    multiplies_means=bool(self.exact),
+                ),
+            ),
             (
                 partial(thread_state, surrounds=self.feedback.surrounds),
                 partial(remove_dead_nodes),
@@ -118,7 +132,8 @@ class Compiler:
 
     def _pricing(self, costs: CostTable) -> tuple[partial[GraphModule], ...]:
         """Return the passes that adapt nodes to the device and estimate their costs."""
-        return partial(clip_in_lists), partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
+        clip = partial(clip_in_lists, by_bucket=not self.keeps_order)
+        return clip, partial(fuse_updates), partial(annotate_costs, costs=costs, cluster=self.cluster)
 
     def retuning(self, plan: Plan, costs: CostTable) -> Passes:
         """Return the passes that change a program to another plan with the same emitted lines."""

@@ -189,7 +189,8 @@ def _modes() -> list[str]:
             buckets = "all" if mode is Mode.LOSSY else "as there"
             rows.append(f"| `{mode.value}` | the entries of `balanced` | | {buckets} | |\n")
         if not entries:
-            rows.append(f"| `{mode.value}` | none: every bucket is dense | | | |\n")
+            exact = "`exact_bf16`, `exact_fp16` | none, in three ranks or more | casts of 16 bits | half, no error"
+            rows.append(f"| `{mode.value}` | {exact} |\n")
         for entry in fresh:
             buckets = ", ".join(["matrices", *["vectors"] * entry.vectors, *["both"] * entry.mixed])
             buckets = "all" if mode is Mode.LOSSY else buckets

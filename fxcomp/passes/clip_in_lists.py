@@ -33,14 +33,15 @@ _aten = torch.ops.aten
 _LABEL = NodeInfo(Role.CLIP)
 
 
-def clip_in_lists(gm: GraphModule) -> GraphModule:
+def clip_in_lists(gm: GraphModule, *, by_bucket: bool = True) -> GraphModule:
+    """Join norms and products; without `by_bucket`, each gradient has a norm of its own."""
     for stack in [node for node in gm.graph.nodes if node.target is _aten.stack.default]:
         norms = cast("list[Node]", stack.args[0])
         is_ours = info(stack).role is Role.CLIP and norms[0].target is _aten.linalg_vector_norm.default
         if is_ours and compat.is_accelerator(stack.meta["val"].device):
             gradients = [cast("Node", norm.args[0]) for norm in norms]
             products = [user for gradient in gradients for user in gradient.users if _is_product(user)]
-            _join_norms(gm.graph, stack, norms)
+            _join_norms(gm.graph, stack, norms, by_bucket=by_bucket)
             _join_products(gm.graph, products)
     return gm
 
@@ -49,11 +50,11 @@ def _is_product(node: Node) -> bool:
     return info(node).role is Role.CLIP and node.target in (_aten.mul.Tensor, _aten.mul_.Tensor)
 
 
-def _join_norms(graph: Graph, stack: Node, norms: Sequence[Node]) -> None:
+def _join_norms(graph: Graph, stack: Node, norms: Sequence[Node], *, by_bucket: bool) -> None:
     one, wholes = norms[0].meta["val"], dict[Node, None]()
     for norm in norms:
         gradient = cast("Node", norm.args[0])
-        wholes |= dict.fromkeys(_buckets_of(gradient) or [gradient])
+        wholes |= dict.fromkeys((_buckets_of(gradient) if by_bucket else ()) or [gradient])
     found: list[Node] = []
     with graph.inserting_before(stack):
         for alike in _by_type(wholes):

@@ -39,10 +39,18 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE
 
 
-def lower_strategies(gm: GraphModule, plan: Plan, cluster: Cluster, rank: int) -> GraphModule:
+def lower_strategies(
+    gm: GraphModule, plan: Plan, cluster: Cluster, rank: int, *, multiplies_means: bool = False
+) -> GraphModule:
+    """Lower every bucket. With `multiplies_means`, a factor of all gradients multiplies uncompressed means, not values
+    before they are sent, as a GradScaler does with DistributedDataParallel.
+    """
     plan.check_fits(cluster)
     for number, pack in list(buckets(gm)):
-        _Lowering(gm, number, plan.buckets[number], pack).lower(cluster, rank)
+        lowering = _Lowering(gm, number, plan.buckets[number], pack)
+        if multiplies_means and plan.buckets[number].strategy.keeps_values:
+            lowering.multiply_mean()
+        lowering.lower(cluster, rank)
     return gm
 
 
@@ -88,6 +96,19 @@ class _Lowering:
         self.done.replace_all_uses_with(self.value)
         self.graph.erase_node(self.done)
         self.graph.erase_node(self.flat)
+
+    def multiply_mean(self) -> None:
+        """Multiply the mean by the factor of all gradients: 16-bit values times a factor are no 16-bit values."""
+        factor = self.pack.kwargs.get("factor")
+        if factor is None:
+            return
+        self.pack.update_kwarg("applies", False)
+        users = list(self.done.users)
+        with self.graph.inserting_before(users[0]):
+            label = NodeInfo(Role.UNPACK, bucket=self.number)
+            product = call(self.graph, torch.ops.aten.mul.Tensor, (self.done, factor), label)
+        for user in users:
+            user.replace_input_with(self.done, product)
 
     def packed(self, _: BucketLine) -> None:
         """Do nothing: the pack exists already."""

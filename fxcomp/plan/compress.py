@@ -132,6 +132,9 @@ class Compress:
     `steps` is the job's number of steps. If momenta are exchanged without a `warmup`, the first fifth exchanges
     gradients in int4. Reports show the job's bytes and time.
 
+    `sums` is `network` or `ranks`. With `ranks`, for `lossless` or a plan of exact strategies, every mean is a sum in
+    the order of the ranks, so its bits do not depend on buckets or on the library's algorithm. Plans then do not race.
+
     `warmup` sets how many first steps send gradients dense, in int8 or in int4; `feedback` sets the variant of error
     feedback.
     """
@@ -144,6 +147,7 @@ class Compress:
     steps: int | None = None
     warmup: Warmup = NO_WARMUP
     feedback: ErrorFeedback = CLASSIC
+    sums: str = "network"
 
     def __post_init__(self) -> None:
         check_is_feedback(self.feedback)
@@ -154,8 +158,21 @@ class Compress:
             self._check_goes_with_momentum()
         if self.plan is not None:
             self._check_nothing_else_is_chosen()
+        if self.sums != "network":
+            self._check_sums()
         check_experiment(self.feedback, planned=self.plan is not None or bool(self.pinned))
         within_budget(self.within)
+
+    def _check_sums(self) -> None:
+        if self.sums != "ranks":
+            raise BadOption(f"sums= is 'network' or 'ranks'; it is {self.sums!r}")
+        if self.plan is None and self.within != Mode.LOSSLESS.value:
+            raise BadOption(
+                "sums='ranks' fixes the order in which uncompressed values are added; within="
+                f"{self.within!r} may compress them.\n  Write Compress(within='lossless', sums='ranks')."
+            )
+        if self.pins or self.warmup:
+            raise BadOption("sums='ranks' sets the strategies of all gradients: leave pins= and warmup= out")
 
     def _check_nothing_else_is_chosen(self) -> None:
         if self.pinned:
@@ -222,6 +239,8 @@ class Compress:
         moves = isinstance(self.plan, Plan) and self.plan.moves_exchange
         if moves or self.point is not ExchangePoint.GRADIENT:
             raise _needs_whole_steps("exchanging momenta needs the optimizer", whose)
+        if self.sums != "network":
+            raise _needs_whole_steps("sums='ranks' fixes the order of the norms for clipping too", whose)
         if self.measured:
             raise _needs_whole_steps("measured=True looks at gradients in whole steps with the optimizer", whose)
 
@@ -282,6 +301,7 @@ class Compress:
             "at": self.at,
             "steps": self.steps,
             "warmup": str(self.warmup),
+            "sums": self.sums,
             "feedback": str(self.feedback),
         }
 

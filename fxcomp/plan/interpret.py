@@ -279,6 +279,8 @@ def _splitters(kind: CollectiveKind) -> str:
 def _encoder_misfit(held: Standing, compressor: Compressor) -> str | None:
     if held.compressor is not None:
         return f"the values are {held.compressor} payloads already; decompress them before"
+    if compressor.facts.is_exact and held.summed:
+        return f"{compressor} sends casts of 16-bit values, and these are sums"
     if held.splits and compressor.facts.needs_whole_parameters:
         return f"{compressor} compresses whole parameters, but each rank has a shard of the bucket"
     return None

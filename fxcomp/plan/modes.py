@@ -9,16 +9,17 @@ from enum import Enum
 from functools import cache, lru_cache
 
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.compressors import CastCompressor, Compressor, parse_compressor
-from fxcomp.errors import BadOption
+from fxcomp.compressors import CastCompressor, Compressor, ExactBF16, ExactFP16, ExactFP32, parse_compressor
+from fxcomp.errors import BadOption, BadPlan
 from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.plan import Plan
 from fxcomp.plan.strategy import DENSE, FLAT, HOSTS, RACKS, ByLevel, Device, Strategy
 
 
 class Mode(Enum):
     """Trade-off between precision and speed."""
 
-    LOSSLESS = "lossless"  # dense: only buckets and their order are chosen
+    LOSSLESS = "lossless"  # dense, or 16-bit values in 16 bits
     BALANCED = "balanced"  # follows the dense loss
     AGGRESSIVE = "aggressive"  # within 1.5 % of the dense loss, measured on our tasks
     LOSSY = "lossy"  # as fast as possible
@@ -176,9 +177,30 @@ def _ways_of(entries: tuple[Entry, ...], cluster: Cluster, *, offload: bool) -> 
 
 
 @lru_cache(maxsize=1024)
-def worth_offering(offered: tuple[Strategy, ...], element_type: ElementType) -> tuple[Strategy, ...]:
-    """Replace strategies whose cast does not shorten the gradients' type by dense strategies."""
-    return tuple(dict.fromkeys(each.uncompressed if _is_no_shorter(each, element_type) else each for each in offered))
+def worth_offering(
+    offered: tuple[Strategy, ...], element_type: ElementType, cluster: Cluster, *, offload: bool = True
+) -> tuple[Strategy, ...]:
+    """Replace strategies whose cast does not shorten the gradients' type by dense strategies, and add exact ones."""
+    worth = (each.uncompressed if _is_no_shorter(each, element_type) else each for each in offered)
+    return tuple(dict.fromkeys((*worth, *exact_ways(element_type, cluster, offload=offload))))
+
+
+EXACT = {each.payload_dtype: each for each in (ExactBF16(), ExactFP16(), ExactFP32())}
+"""Compressor that sends the values of a type without error."""
+
+
+def exact_ways(element_type: ElementType, cluster: Cluster, *, offload: bool = True) -> Iterator[Strategy]:
+    """Yield the strategies that send these gradients in 16 bits without error.
+
+    Sums by level would come before compression, and are no 16-bit values.
+    """
+    if element_type.narrow is None or cluster.world_size == 1:
+        return
+    exact = EXACT[element_type.narrow]
+    for device in Device if offload else (Device.GPU,):
+        yield Strategy.flat(exact, device)
+        if cluster.world_size >= FEWEST_FOR_TWO_SHOTS:
+            yield Strategy.two_shots(exact, None, device)
 
 
 def _is_no_shorter(strategy: Strategy, element_type: ElementType) -> bool:
@@ -186,6 +208,26 @@ def _is_no_shorter(strategy: Strategy, element_type: ElementType) -> bool:
         isinstance(each, CastCompressor) and each.payload_dtype.itemsize >= element_type.itemsize
         for each in strategy.compressors
     )
+
+
+def in_rank_order(plan: Plan, cluster: Cluster) -> Plan:
+    """Replace the plan's strategies by exact ones, whose sums all ranks compute in the order of the ranks.
+
+    Raises BadPlan for fp64 gradients.
+    """
+    if cluster.world_size == 1:
+        return plan
+    strategies: list[Strategy] = []
+    for bucket in plan.buckets:
+        exact = EXACT.get(bucket.element_type.narrow or bucket.element_type.dtype)
+        if exact is None:
+            raise BadPlan(
+                f"sums in the order of the ranks are fp32, and the gradient of {bucket.names[0]!r} is"
+                f" {bucket.element_type}.\n  Leave sums= out, or keep the parameter in float32."
+            )
+        is_one_shot = cluster.world_size < FEWEST_FOR_TWO_SHOTS
+        strategies.append(Strategy.flat(exact) if is_one_shot else Strategy.two_shots(exact, None))
+    return plan.with_strategies(strategies)
 
 
 def one_shot_ways(compressor: Compressor | None, cluster: Cluster, *, offload: bool = True) -> tuple[Strategy, ...]:

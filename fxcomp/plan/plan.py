@@ -48,6 +48,12 @@ class Bucket:
         object.__setattr__(self, "starts", tuple(self.starts) or (0,) * len(self.names))
         if len(self.starts) != len(self.names) or min(self.starts) < 0:
             raise BadPlan(f"a bucket needs as many starts as names, 0 or more each, not {self.names} and {self.starts}")
+        for each in self.strategy.compressors:
+            if each.facts.is_exact and each.payload_dtype not in (self.element_type.narrow, self.element_type.dtype):
+                raise BadPlan(
+                    f"{each} sends {each.payload_dtype} values, and {self.names[0]!r} has {self.element_type}"
+                    " gradients.\n  Name the mode 'lossless', which offers it for gradients proved to be such casts."
+                )
 
     @property
     def elements(self) -> int:

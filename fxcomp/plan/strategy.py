@@ -98,6 +98,16 @@ class Strategy:
         return self.compressor is None
 
     @property
+    def keeps_values(self) -> bool:
+        """True if values are sent without error: dense, or as 16-bit values before their cast."""
+        return all(compressor.facts.is_exact for compressor in self.compressors)
+
+    @property
+    def adds_in_rank_order(self) -> bool:
+        """True if ranks add values themselves, in the order of the ranks, not the network."""
+        return not self.is_dense and self.keeps_values and not any(each.kind.sums for each in self.collectives)
+
+    @property
     def is_hierarchical(self) -> bool:
         return any(step.level is not Level.WORLD for step in self.collectives)
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 GradientCheck = Callable[[str, Tensor, int], None]
 """Takes a parameter's name, its gradient or a part of it, and the part's first index in the flat gradient."""
+
+
+def _wide(gradient: Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
 
 
 class LocalGradients:
@@ -29,7 +34,9 @@ class LocalGradients:
             self.before_packing.pop(0)()
         if self.on_gradient is not None and parameters:
             for parameter, gradient, start in zip(parameters, gradients, starts or [0] * len(gradients), strict=True):
-                self.on_gradient(parameter, gradient if factor is None else gradient * factor, start)
+                self.on_gradient(
+                    parameter, gradient if factor is None else gradient.to(_wide(gradient)) * factor, start
+                )
 
     def add_owed(self, parameters: Sequence[str], parts: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
         for parameter, part, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):

@@ -85,15 +85,17 @@ class Runtime:
         *,
         dtype: torch.dtype | None = None,
         factor: Tensor | None = None,
+        applies: bool = True,
     ) -> Tensor:
         """Copy gradients into one flat bucket, scaled, and cast to `dtype` if given.
 
         `starts` holds the first element of each gradient part; empty means all 0. `factor` scales
-        gradients, but not the residuals of a dropped plan.
+        gradients, but not the residuals of a dropped plan; without `applies`, only for checks, because the mean is
+        multiplied.
         """
         self.gradients.see(parameters, gradients, starts, factor)
         flat, parts = self.buffers.take_packed(name, gradients, dtype)
-        copy_scaled(gradients, scale, parts, flat, factor)
+        copy_scaled(gradients, scale, parts, flat, factor if applies else None)
         self.gradients.add_owed(parameters, parts, starts, scale)
         return flat
 

@@ -32,7 +32,7 @@ from fxcomp.cluster.cluster import Cluster
 from fxcomp.cost.table import CostTable
 from fxcomp.plan.budget import is_bursty, strategy_error
 from fxcomp.plan.kinds import ElementType
-from fxcomp.plan.modes import Content, Mode, error_limit, strategies, worth_offering
+from fxcomp.plan.modes import Content, Mode, error_limit, exact_ways, strategies, worth_offering
 from fxcomp.plan.pins import NO_PINS, Pins
 from fxcomp.plan.strategy import Strategy
 from fxcomp.search.atoms import atoms_of
@@ -85,9 +85,10 @@ class _Bound:
         is_spent = pinned.exceeds(workload.elements * error_limit(mode))
         others = Mode.LOSSLESS if is_spent else mode
         by_content = {content: strategies(others, cluster, content, offload=costs.offloads) for content in Content}
-        offered = [*by_content.values(), *(strand.strategies for strand in pinned.strands)]
-        self.strategies = tuple(dict.fromkeys(strategy for found in offered for strategy in found))
         self.types = tuple(dict.fromkeys(self.workload.types.values()))
+        exact = [tuple(exact_ways(each, cluster, offload=costs.offloads)) for each in self.types]
+        offered = [*by_content.values(), *(strand.strategies for strand in pinned.strands), *exact]
+        self.strategies = tuple(dict.fromkeys(strategy for found in offered for strategy in found))
         itemsize = max(each.itemsize for each in self.types)
         self.work = LeastWork(costs, cluster, int(self.elements.sum()), itemsize)
         self.least = {
@@ -146,7 +147,8 @@ class _Bound:
         own = Content.VECTORS if gradient.is_vector else Content.MATRICES
         strand = self.pinned.strand_of.get(gradient.name)
         offered = (*by_content[own], *by_content[Content.MIXED])
-        allowed = set(worth_offering(offered, gradient.element_type) if strand is None else strand.strategies)
+        found = worth_offering(offered, gradient.element_type, self.cluster) if strand is None else strand.strategies
+        allowed = set(found)
         rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]
         return _BoundKind(
             tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies])

@@ -23,7 +23,7 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
 
-F32, BF16, F16, F64 = ElementType
+F32, BF16, F16, F64, *_ = ElementType
 COSTS = CostTable()
 
 

@@ -146,7 +146,7 @@ def rows_of(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms
     for grouping in groupings:
         choices = {
             (content, kind): worth_offering(
-                terms.strategies(limit, losses, cluster, content, offload=costs.offloads), kind
+                terms.strategies(limit, losses, cluster, content, offload=costs.offloads), kind, cluster
             )
             for content, kind in grouping
         }
