@@ -4,12 +4,15 @@ gpt      3.3 M parameters: matrices of one size, clipping, AdamW
 resnet   2.8 M: convolutions and batch norm, whose buffers are broadcast; most parameters come last
 mlp      5.6 M in four matrices: many bytes for little compute
 many     0.5 M in 482 small tensors: cost per tensor and message
+
+`gpt_bf16` and `resnet_bf16` run the same models under autocast.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +84,22 @@ def _classifier(model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple
 
     torch.manual_seed(0)
     return Job(model, loss_fn, optimizer, next_batch(0, 0), next_batch=next_batch)
+
+
+def _under_autocast(job: Job) -> Job:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return job.loss_fn(model, batch)
+
+    return replace(job, loss_fn=loss_fn)
+
+
+def gpt_bf16() -> Job:
+    return _under_autocast(gpt())
+
+
+def resnet_bf16() -> Job:
+    return _under_autocast(resnet())
 
 
 MODELS: dict[str, Callable[[], Any]] = {"gpt": gpt, "resnet": resnet, "mlp": mlp, "many": many}

@@ -220,8 +220,8 @@ class StepOptions:
     @property
     def races(self) -> bool:
         """True if plans race. False for a given plan, or if every step is verified."""
-        checks = self.checks
-        return checks.race == "auto" and self.compress.plan is None and not checks.verified.is_all
+        checks, has_one_plan = self.checks, self.compress.plan is not None or self.compress.sums == "ranks"
+        return checks.race == "auto" and not has_one_plan and not checks.verified.is_all
 
     @property
     def begins_dense(self) -> bool:

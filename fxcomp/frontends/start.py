@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fxcomp.graph.exact_type import exact_types
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind, burst_share, check_plan
-from fxcomp.plan.given import is_named, is_path
+from fxcomp.plan.given import GivenPlan, is_named, is_path
+from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.modes import Mode
 from fxcomp.plan.plan import Plan
 from fxcomp.planning.decide import Planner, costs_as_given
 from fxcomp.ranks import Ranks
@@ -31,6 +35,22 @@ from fxcomp.step.follower import Trained
 
 BURSTS = burst_share(list(UpdateKind))
 """Maximum fraction of elements whose errors may be fed back in bursts, for an unknown optimizer."""
+
+
+NOTHING_EXACT: Mapping[str, ElementType] = MappingProxyType({})
+
+
+def exact_if_lossless(options: StepOptions, graph: GraphModule) -> Mapping[str, ElementType]:
+    """Return the gradients that a graph proves to be casts of 16-bit values; none in other modes."""
+    if options.compress.within != Mode.LOSSLESS.value or options.compress.plan is not None:
+        return NOTHING_EXACT
+    return {name: ElementType.of(narrow, torch.float32) for name, narrow in exact_types(graph).items()}
+
+
+def types_of(plan: GivenPlan) -> dict[str, str]:
+    """Return the element type of each gradient of a Plan, or of a saved plan."""
+    whole = plan if isinstance(plan, Plan) else Plan.load(plan)
+    return {name: str(kind) for name, kind in whole.types.items()}
 
 
 def ends_whole(plan: Plan) -> bool:
@@ -90,9 +110,32 @@ class Start:
         options, loads = following(self.options, given, self.site.ranks, fits)
         return replace(self, options=options, loads=loads)
 
-    def compiler(self, *, skip_nonfinite: bool = False, micro_batches: int = 1) -> Compiler:
+    def compiler(
+        self, *, skip_nonfinite: bool = False, micro_batches: int = 1, exact: Mapping[str, ElementType] = NOTHING_EXACT
+    ) -> Compiler:
         site = self.site
-        return Compiler(site.cluster, site.rank, self.trained.feedback, skip_nonfinite, micro_batches)
+        keeps_order = self.options.compress.sums == "ranks"
+        return Compiler(
+            site.cluster, site.rank, self.trained.feedback, skip_nonfinite, micro_batches, exact, keeps_order
+        )
+
+    def exact_gradients(self, graph: GraphModule) -> Mapping[str, ElementType]:
+        """Return the gradients to send as the 16-bit values that were cast. Every rank calls it.
+
+        In mode `lossless`, the ones proved on every rank; with a given plan, the plan's.
+        """
+        compress, ranks = self.options.compress, self.site.ranks
+        plan = compress.plan
+        if self.site.cluster.world_size == 1 or self.options.accumulate > 1:
+            return NOTHING_EXACT  # sums over micro-batches are fp32
+        if plan is not None:
+            if not has_whole_plan(self.options):
+                return NOTHING_EXACT
+            told = ranks.from_rank_0("the plan's types", lambda: types_of(plan))
+            return {name: kind for name, text in told.items() if (kind := ElementType(text)).narrow is not None}
+        mine = exact_if_lossless(self.options, graph)
+        everyone = ranks.gather("gradients that are casts", {name: str(kind) for name, kind in mine.items()})
+        return {name: kind for name, kind in mine.items() if all(each.get(name) == str(kind) for each in everyone)}
 
     def planner(self, compiler: Compiler, graph: GraphModule, kinds: Collection[UpdateKind] | None = None) -> Planner:
         """Return a planner; `kinds` is None for an unknown optimizer."""

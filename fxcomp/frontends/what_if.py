@@ -34,7 +34,9 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption, Unsupported
 from fxcomp.frontends.job import Job
+from fxcomp.frontends.start import NOTHING_EXACT, exact_if_lossless
 from fxcomp.graph.captured import Captured
+from fxcomp.graph.exact_type import proof_note
 from fxcomp.graph.retarget import on_accelerator
 from fxcomp.graph.run_passes import finished
 from fxcomp.graph.update_kinds import update_kinds
@@ -137,7 +139,10 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     training, captured = capture_job(job, question.device)
     options = options_of(job, compress)
     skips = options.skip_nonfinite
-    compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=skips, micro_batches=question.accumulate)
+    exact = exact_if_lossless(options, captured.graph) if question.accumulate == 1 else NOTHING_EXACT
+    compiler = Compiler(
+        cluster, feedback=compress.feedback, skip_nonfinite=skips, micro_batches=question.accumulate, exact=exact
+    )
     foreign = foreign_note(question.costs.hardware, training.device) if question.costs is not None else ()
     if preset is not None:
         costs = preset.costs(question.compressors)
@@ -191,6 +196,7 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
             *search_notes(),
             *terms.notes(workload, cluster),
             *said,
+            *filter(None, [proof_note(captured.graph, exact)]),
             *foreign,
             *_notes(costs, choice.error, cluster, question.step_ms),
         ),
@@ -252,7 +258,8 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
     compress.pinned.check_fits(cluster)
     _, captured = capture_job(job, device)
     options = options_of(job, compress)
-    compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=options.skip_nonfinite)
+    exact = exact_if_lossless(options, captured.graph)
+    compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=options.skip_nonfinite, exact=exact)
     workload = compiler.analyze(captured.graph, costs)
     if cluster.world_size == 1:
         wanted = Plan(())

@@ -19,10 +19,13 @@ import torch
 from torch.fx import GraphModule
 
 from fxcomp.cluster.cluster import Cluster, Level
+from fxcomp.compressors import Compressor
 from fxcomp.cost.contention import FittedContention
 from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED, ErrorTable
+from fxcomp.errors import BadPlan
 from fxcomp.graph.edit import clone
+from fxcomp.graph.exact_type import proof_note
 from fxcomp.graph.info import info
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.passes.annotate_costs import annotate_costs
@@ -30,6 +33,7 @@ from fxcomp.pipeline import Compiler
 from fxcomp.plan.error_feedback import UpdateKind
 from fxcomp.plan.given import GivenPlan, check_names_compressor, facts_of_plan, is_path, strategy_named
 from fxcomp.plan.kinds import CollectiveKind
+from fxcomp.plan.modes import EXACT, in_rank_order
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.planning.earlier_jobs import EarlierJobs, facts_of_step
 from fxcomp.planning.exchange_point import PointChooser
@@ -39,7 +43,7 @@ from fxcomp.planning.timed_steps import TimedStep, Way, apportion, contention_of
 from fxcomp.progress import phase
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.transport import Groups
-from fxcomp.search.choose import Choice, choose, uniform
+from fxcomp.search.choose import Choice, choose, predict_us, uniform
 from fxcomp.search.decision import Decision
 from fxcomp.search.descent.engine import search_notes
 from fxcomp.search.question import Terms
@@ -136,7 +140,7 @@ class Planner:
             costs = self.earlier.find(self._facts(), self.site.ranks)
             if costs is None:
                 return self.dense()
-            offered = machine_costs(compress.offered, self.site.device)
+            offered = machine_costs(self.offered, self.site.device)
             costs, is_remembered = replace(costs, compressors=offered.compressors), True
         elif costs is None:
             costs = self._gathered()
@@ -170,10 +174,16 @@ class Planner:
 
     def _gathered(self) -> CostTable:
         with phase("measuring the machine and the links"):
-            return gathered_costs(self.site, self.options.compress.offered)
+            return gathered_costs(self.site, self.offered)
 
     def _facts(self) -> Sequence[str]:
         return facts_of_step(self.graph, self.compiler, self.site)
+
+    @property
+    def offered(self) -> Sequence[Compressor]:
+        exact = dict.fromkeys(EXACT[kind.narrow] for kind in self.compiler.exact.values() if kind.narrow is not None)
+        ordered = EXACT.values() if self.options.compress.sums == "ranks" else ()
+        return tuple(dict.fromkeys((*self.options.compress.offered, *exact, *ordered)))
 
     def check_pins(self) -> None:
         self.options.compress.pinned.check_fits(self.site.cluster)
@@ -228,6 +238,8 @@ class Planner:
             chosen, notes = self.choose(workload, costs, terms)
             chooser = PointChooser(self.options, self.kinds, costs, cluster, terms)
             chosen, known, more = chooser.choose(chosen, workload, partial(self.compiler.analyze, self.graph, costs))
+            if self.options.compress.sums == "ranks":
+                chosen = self._in_rank_order(chosen, workload, costs)
             chosen_by = {"costs": costs.to_json(), "workload": known.to_json(), "notes": [*notes, *more]}
             return {"choice": chosen.to_json(), **chosen_by}
 
@@ -235,8 +247,16 @@ class Planner:
         data = self.site.ranks.from_rank_0(topic, lambda: beside.from_first(topic, decide))
         agreed, work = CostTable.from_json(data["costs"]), Workload.from_json(data["workload"])
         choice = self.site.ranks.attempt(f"{topic}: reading the choice", lambda: Choice.from_json(data["choice"]))
+        proof = proof_note(self.graph, self.compiler.exact)
         notes = (*data["notes"], *terms.notes(work, cluster), *foreign_note(agreed.hardware, self.site.device))
+        notes = (*notes, *([proof] if proof else []))
         return Decision(choice.plan, agreed, work, choice, notes=notes)
+
+    def _in_rank_order(self, chosen: Choice, workload: Workload, costs: CostTable) -> Choice:
+        """Keep the buckets of the fastest dense plan, with sums in the order of the ranks."""
+        plan = in_rank_order(chosen.dense, self.site.cluster)
+        step_us = predict_us(workload, plan, costs, self.site.cluster)
+        return replace(chosen, plan=plan, step_us=step_us, alternatives=(), runners=())
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
         """Follow a given plan. A saved plan may exist only on rank 0's machine."""
@@ -256,8 +276,19 @@ class Planner:
         ranks.check_same("comparing plans", ranks.attempt("reading the plan", lambda: facts_of_plan(mine())))
         followed.check_covers(workload.sizes, workload.types)
         followed.check_fits(cluster)
+        if self.options.compress.sums == "ranks":
+            check_adds_in_rank_order(followed)
         notes = ("the plan was given, not chosen", *foreign_note(costs.hardware, self.site.device))
         return Decision(followed, costs, workload, notes=notes)
+
+
+def check_adds_in_rank_order(plan: Plan) -> None:
+    for number, bucket in enumerate(plan.buckets):
+        if not bucket.strategy.adds_in_rank_order:
+            raise BadPlan(
+                f"bucket {number} of the plan is added up by the network ({bucket.strategy}), and sums='ranks' asks for"
+                " sums in the order of the ranks.\n  Use exact_fp32, exact_bf16 or exact_fp16, gathered or in two shots."
+            )
 
 
 def plan_as_given(
