@@ -70,7 +70,7 @@ def narrow_types(node: Node) -> frozenset[torch.dtype]:
         return _NONE
     if node.target in _JOINS:
         parts = cast("Sequence[Node]", node.args[0])
-        return frozenset.intersection(NARROW, *map(narrow_types, parts))
+        return NARROW.intersection(*map(narrow_types, parts))
     if node.target is aten.constant_pad_nd.default:
         return narrow_types(cast("Node", node.args[0])) if _padded_by(node) == 0 else _NONE
     if _is_cast(node) or node.target in _MOVES or node.target in _PADS or node.target is operator.getitem:

@@ -287,7 +287,7 @@ def check_adds_in_rank_order(plan: Plan) -> None:
         if not bucket.strategy.adds_in_rank_order:
             raise BadPlan(
                 f"bucket {number} of the plan is added up by the network ({bucket.strategy}), and sums='ranks' asks for"
-                " sums in the order of the ranks.\n  Use exact_fp32, exact_bf16 or exact_fp16, gathered or in two shots."
+                " sums in the order of the ranks.\n  Use exact_fp32, exact_bf16 or exact_fp16, in one or two shots."
             )
 
 
