@@ -73,7 +73,9 @@ def narrow_types(node: Node) -> frozenset[torch.dtype]:
         return NARROW.intersection(*map(narrow_types, parts))
     if node.target is aten.constant_pad_nd.default:
         return narrow_types(cast("Node", node.args[0])) if _padded_by(node) == 0 else _NONE
-    if _is_cast(node) or node.target in _MOVES or node.target in _PADS or node.target is operator.getitem:
+    if (source := _cast_of(node)) is not None:
+        return narrow_types(source)
+    if node.target in _MOVES or node.target in _PADS or node.target is operator.getitem:
         return narrow_types(cast("Node", node.args[0]))
     return _NONE
 
@@ -88,20 +90,24 @@ def _padded_by(node: Node) -> Any:
     return node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
 
 
-def _is_cast(node: Node) -> bool:
-    """Return whether a node only casts, with its input's strides."""
-    if node.target is not aten._to_copy.default or not isinstance(source := node.args[0], Node):
-        return False
-    before, after = source.meta["val"], node.meta["val"]
-    return before.dtype.is_floating_point and before.stride() == after.stride() and before.device == after.device
+def _cast_of(node: Node) -> Node | None:
+    """Return the input of a node that only casts it, with its shape and strides; None for other nodes."""
+    if node.target not in (aten._to_copy.default, aten.copy.default):
+        return None
+    found = node.args[node.target is aten.copy.default]  # copy has its target first
+    if not isinstance(found, Node):
+        return None
+    before, after = found.meta["val"], node.meta["val"]
+    is_alike = (before.shape, before.stride(), before.device) == (after.shape, after.stride(), after.device)
+    return found if is_alike and before.dtype.is_floating_point else None
 
 
 def narrowed(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
     """Insert the 16-bit value of a node at the graph's insertion point. `dtype` is one of its `narrow_types`."""
     if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dtype is dtype:
         return node
-    if _is_cast(node):
-        return narrowed(graph, cast("Node", node.args[0]), dtype)
+    if (source := _cast_of(node)) is not None:
+        return narrowed(graph, source, dtype)
     label = NodeInfo(Role.COMPUTE)
     if node.target in _ZEROS:
         value = node.meta["val"].to(dtype)
@@ -119,7 +125,7 @@ def proof_note(gm: GraphModule, exact: Collection[str]) -> str:
         return ""
     sizes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     for name, node in gradients(gm).items():
-        sizes[name in exact][f"{operator_text(_computed(node).target)}"] += int(node.meta["val"].numel())
+        sizes[name in exact][computed_by(node)] += int(node.meta["val"].numel())
     proved, others = (sum(sizes[is_exact].values()) for is_exact in (True, False))
     by, against = (", ".join(f"{k} ({v:,})" for k, v in sizes[is_exact].most_common()) for is_exact in (True, False))
     return (
@@ -128,9 +134,12 @@ def proof_note(gm: GraphModule, exact: Collection[str]) -> str:
     )
 
 
-def _computed(node: Node) -> Node:
-    """Return the node that computes a gradient, before casts and moves."""
+def computed_by(node: Node) -> str:
+    """Return the operator that computes a gradient, before casts and moves."""
     moves = (*_MOVES, *_PADS, operator.getitem)
-    while node.op == "call_function" and (_is_cast(node) or node.target in moves):
-        node = cast("Node", node.args[0])
-    return node
+    while node.op == "call_function":
+        source = cast("Node", node.args[0]) if node.target in moves else _cast_of(node)
+        if source is None:
+            break
+        node = source
+    return operator_text(node.target)

@@ -24,6 +24,7 @@ EXACT: dict[str, Rule] = {
     "cast": lambda x, _: x.to(FP32),
     "cast twice": lambda x, _: x.to(FP64).to(FP32),
     "cast of a view": lambda x, _: x.t().to(FP32),
+    "copy": lambda x, _: torch.ops.aten.copy(torch.ops.aten.empty_like(x, dtype=FP32), x),
     "view": lambda x, _: x.to(FP32).view(-1),
     "reshape": lambda x, _: x.to(FP32).t().reshape(-1),
     "transposed": lambda x, _: x.to(FP32).transpose(0, 1),
@@ -54,6 +55,7 @@ NOT_EXACT: dict[str, Rule] = {
     "padded by a third": lambda x, _: nn.functional.pad(x.to(FP32), (1, 2), value=1 / 3),
     "joined with fp32": lambda x, y: torch.cat([x.to(FP32), y.to(FP32) / 3]),
     "bits taken for another type": lambda x, _: x.view(FP32),
+    "a copy of fp32": lambda x, y: torch.ops.aten.copy(torch.ops.aten.empty_like(x, dtype=FP32), y.to(FP32) / 3),
     "a mean": lambda x, _: x.to(FP32).mean(0),
 }
 
