@@ -30,19 +30,20 @@ FXCOMP_BODY void encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTR
 template <bool kDivides>
 FXCOMP_BODY void decode(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
                         float* FXCOMP_RESTRICT out, int64_t begin, int64_t end) {
-    const float factor = mean_factor(ranks), divisor = static_cast<float>(ranks);
+    const bool first = kDivides && is_power_of_two(ranks);
+    const float factor = mean_factor(ranks), divisor = static_cast<float>(ranks), each = first ? factor : 1.0f;
     for (int64_t start = begin; start < end; start += kTile) {
         const int64_t size = std::min(kTile, end - start);
         float* FXCOMP_RESTRICT tile = out + start;
         for (int64_t rank = 0; rank < ranks; ++rank) {
             const uint16_t* FXCOMP_RESTRICT half = payloads + rank * elements + start;
             if (rank == 0) {
-                for (int64_t i = 0; i < size; ++i) tile[i] = widen(half[i]);
+                for (int64_t i = 0; i < size; ++i) tile[i] = kDivides ? widen(half[i]) * each : widen(half[i]);
             } else {
-                for (int64_t i = 0; i < size; ++i) tile[i] += widen(half[i]);
+                for (int64_t i = 0; i < size; ++i) tile[i] += kDivides ? widen(half[i]) * each : widen(half[i]);
             }
         }
-        if (ranks > 1) {
+        if (ranks > 1 && !first) {
             for (int64_t i = 0; i < size; ++i) tile[i] = kDivides ? tile[i] / divisor : tile[i] * factor;
         }
     }
@@ -62,7 +63,7 @@ FXCOMP_EXPORT int32_t fxcomp_bf16_decode(const uint16_t* payloads, int64_t ranks
     return 1;
 }
 
-// Values that are bf16 already: the mean is divided once, so it is correctly rounded if the sum is exact.
+// Values that are bf16 already: divided once, so the mean is correctly rounded if the sum is exact.
 
 FXCOMP_EXPORT void fxcomp_exact_bf16_encode(const float* bucket, float* residual, uint16_t* payload, const void* state,
                                             const void* agreed, int64_t elements) {

@@ -90,6 +90,8 @@ FXCOMP_INLINE void fill_up(uint8_t* end, int64_t bytes) {
 }
 
 // The mean over ranks is the sum times this, as in the references.
+FXCOMP_INLINE bool is_power_of_two(int64_t ranks) { return (ranks & (ranks - 1)) == 0; }
+
 FXCOMP_INLINE float mean_factor(int64_t ranks) { return static_cast<float>(1.0 / static_cast<double>(ranks)); }
 
 // Eight bytes of 0 or 1 become one byte, the first in the lowest bit.

@@ -63,12 +63,14 @@ FXCOMP_BODY void encode(const float* FXCOMP_RESTRICT bucket, float* FXCOMP_RESTR
 template <bool kDivides>
 FXCOMP_INLINE void decode_tile(const uint16_t* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
                                float* FXCOMP_RESTRICT tile, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) tile[i] = widen_fp16(payloads[i]);
+    const bool first = kDivides && is_power_of_two(ranks);
+    const float each = first ? mean_factor(ranks) : 1.0f;
+    for (int64_t i = 0; i < size; ++i) tile[i] = kDivides ? widen_fp16(payloads[i]) * each : widen_fp16(payloads[i]);
     for (int64_t rank = 1; rank < ranks; ++rank) {
         const uint16_t* FXCOMP_RESTRICT const half = payloads + rank * elements;
-        for (int64_t i = 0; i < size; ++i) tile[i] += widen_fp16(half[i]);
+        for (int64_t i = 0; i < size; ++i) tile[i] += kDivides ? widen_fp16(half[i]) * each : widen_fp16(half[i]);
     }
-    if (ranks == 1) return;
+    if (ranks == 1 || first) return;
     const float factor = mean_factor(ranks), divisor = static_cast<float>(ranks);
     for (int64_t i = 0; i < size; ++i) tile[i] = kDivides ? tile[i] / divisor : tile[i] * factor;
 }
@@ -116,7 +118,7 @@ FXCOMP_EXPORT int32_t fxcomp_fp16_decode(const uint16_t* payloads, int64_t ranks
     return decode_all<false>(payloads, ranks, out, elements);
 }
 
-// Values that are fp16 already: the mean is divided once, so it is correctly rounded if the sum is exact.
+// Values that are fp16 already: divided once, so the mean is correctly rounded if the sum is exact.
 
 FXCOMP_EXPORT void fxcomp_exact_fp16_encode(const float* bucket, float* residual, uint16_t* payload, const void* state,
                                             const void* agreed, int64_t elements) {

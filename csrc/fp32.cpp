@@ -4,16 +4,17 @@
 
 FXCOMP_BODY void decode(const float* FXCOMP_RESTRICT payloads, int64_t ranks, int64_t elements,
                         float* FXCOMP_RESTRICT out, int64_t begin, int64_t end) {
-    const float divisor = static_cast<float>(ranks);
+    const bool first = is_power_of_two(ranks);
+    const float divisor = static_cast<float>(ranks), each = first ? mean_factor(ranks) : 1.0f;
     for (int64_t start = begin; start < end; start += kTile) {
         const int64_t size = std::min(kTile, end - start);
         float* FXCOMP_RESTRICT tile = out + start;
-        for (int64_t i = 0; i < size; ++i) tile[i] = payloads[start + i];
+        for (int64_t i = 0; i < size; ++i) tile[i] = payloads[start + i] * each;
         for (int64_t rank = 1; rank < ranks; ++rank) {
             const float* FXCOMP_RESTRICT other = payloads + rank * elements + start;
-            for (int64_t i = 0; i < size; ++i) tile[i] += other[i];
+            for (int64_t i = 0; i < size; ++i) tile[i] += other[i] * each;
         }
-        if (ranks > 1) {
+        if (!first) {
             for (int64_t i = 0; i < size; ++i) tile[i] /= divisor;
         }
     }

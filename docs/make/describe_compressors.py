@@ -67,6 +67,8 @@ def describe() -> str:
 
 def relative_error(compressor: Compressor, values: torch.Tensor, shape: Sequence[int]) -> float:
     """ω: the share of the squared norm that one compression loses, for one rank."""
+    if compressor.facts.is_exact:
+        return 0.0
     bound, segments = compressor.bound_to([shape], 1), (len(values),)
     replicas = replicas_of(bound, segments, feedback=False)
     lost = values - average(bound, [values], replicas, segments, [shape])
@@ -93,7 +95,7 @@ def _table(compressors: Sequence[Compressor]) -> str:
             facts.payload.replace(_PADDED, " †"),
             f"{bits_per_value(compressor, SHAPE):.3g}",
             "yes" if facts.is_linear else "no",
-            _BIAS[compressor.bias],
+            "none" if compressor.facts.is_exact else _BIAS[compressor.bias],
             compressor.feedback.value,
             str(facts.passes),
             facts.state if compressor.has_state else "none",

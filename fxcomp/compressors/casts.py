@@ -95,7 +95,7 @@ class FP16(CastCompressor):
 class ExactCast(CastCompressor):
     """Base of casts for gradients that are casts of `facts.payload_dtype` values, which are sent without error.
 
-    mean = (sum of payloads in rank order, in fp32) / ranks
+    mean = (sum of payloads in rank order, in fp32) / ranks        each payload is divided first for 2, 4, 8, ... ranks
 
     Payloads are gathered, because a sum in 16 bits would be rounded.
     """
@@ -103,10 +103,12 @@ class ExactCast(CastCompressor):
     __slots__ = ()
 
     def decompress_reference(self, received: DecoderInput) -> Tensor:
-        total, *others = (payload.float() for payload in received.of_ranks)
+        ranks = received.ranks
+        first = ranks if ranks.bit_count() == 1 else 1  # exact, and a sum may then not overflow
+        total, *others = (payload.float() / first for payload in received.of_ranks)
         for other in others:
             total = total + other
-        return total / received.ranks
+        return total / (ranks // first)
 
 
 @register

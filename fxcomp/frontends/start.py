@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from fxcomp.graph.exact_type import exact_types
 from fxcomp.options import StepOptions
 from fxcomp.pipeline import Compiler
+from fxcomp.plan.compress import Compress
 from fxcomp.plan.error_feedback import UpdateKind, burst_share, check_plan
 from fxcomp.plan.given import GivenPlan, is_named, is_path
 from fxcomp.plan.kinds import ElementType
@@ -40,9 +41,11 @@ BURSTS = burst_share(list(UpdateKind))
 NOTHING_EXACT: Mapping[str, ElementType] = MappingProxyType({})
 
 
-def exact_if_lossless(options: StepOptions, graph: GraphModule) -> Mapping[str, ElementType]:
-    """Return the gradients that a graph proves to be casts of 16-bit values; none in other modes."""
-    if options.compress.within != Mode.LOSSLESS.value or options.compress.plan is not None:
+def exact_of(compress: Compress, graph: GraphModule) -> Mapping[str, ElementType]:
+    """Return the gradients to send as 16-bit values: a Plan's, or those that a graph proves, in mode `lossless`."""
+    if isinstance(compress.plan, Plan):
+        return {name: kind for name, kind in compress.plan.types.items() if kind.narrow is not None}
+    if compress.within != Mode.LOSSLESS.value or compress.plan is not None:
         return NOTHING_EXACT
     return {name: ElementType.of(narrow, torch.float32) for name, narrow in exact_types(graph).items()}
 
@@ -133,7 +136,7 @@ class Start:
                 return NOTHING_EXACT
             told = ranks.from_rank_0("the plan's types", lambda: types_of(plan))
             return {name: kind for name, text in told.items() if (kind := ElementType(text)).narrow is not None}
-        mine = exact_if_lossless(self.options, graph)
+        mine = exact_of(compress, graph)
         everyone = ranks.gather("gradients that are casts", {name: str(kind) for name, kind in mine.items()})
         return {name: kind for name, kind in mine.items() if all(each.get(name) == str(kind) for each in everyone)}
 

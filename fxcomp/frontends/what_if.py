@@ -34,7 +34,7 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorTable
 from fxcomp.errors import BadOption, Unsupported
 from fxcomp.frontends.job import Job
-from fxcomp.frontends.start import NOTHING_EXACT, exact_if_lossless
+from fxcomp.frontends.start import NOTHING_EXACT, exact_of
 from fxcomp.graph.captured import Captured
 from fxcomp.graph.exact_type import proof_note
 from fxcomp.graph.retarget import on_accelerator
@@ -47,7 +47,7 @@ from fxcomp.plan.compress import BALANCED, Compress
 from fxcomp.plan.error_feedback import burst_share
 from fxcomp.plan.given import GivenPlan, is_path, strategy_named
 from fxcomp.plan.plan import Plan
-from fxcomp.planning.decide import foreign_note, plan_as_given
+from fxcomp.planning.decide import check_adds_in_rank_order, foreign_note, plan_as_given, with_ordered_sums
 from fxcomp.planning.device_use import device_use
 from fxcomp.planning.exchange_point import PointChooser
 from fxcomp.planning.measure_machine import machine_costs
@@ -139,9 +139,14 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     training, captured = capture_job(job, question.device)
     options = options_of(job, compress)
     skips = options.skip_nonfinite
-    exact = exact_if_lossless(options, captured.graph) if question.accumulate == 1 else NOTHING_EXACT
+    exact = exact_of(compress, captured.graph) if question.accumulate == 1 else NOTHING_EXACT
     compiler = Compiler(
-        cluster, feedback=compress.feedback, skip_nonfinite=skips, micro_batches=question.accumulate, exact=exact
+        cluster,
+        feedback=compress.feedback,
+        skip_nonfinite=skips,
+        micro_batches=question.accumulate,
+        exact=exact,
+        keeps_order=compress.sums == "ranks",
     )
     foreign = foreign_note(question.costs.hardware, training.device) if question.costs is not None else ()
     if preset is not None:
@@ -169,12 +174,16 @@ def _what_if(job: Job, cluster: Cluster, question: WhatIf, tell: Callable[[str],
     at_gradients = choose(workload, costs, cluster, terms)
     chooser = PointChooser(options, kinds, costs, cluster, terms)
     choice, workload, said = chooser.choose(at_gradients, workload, with_momenta)
+    if compress.sums == "ranks" and compress.plan is None:
+        choice = with_ordered_sums(choice, workload, costs, cluster)
     wanted = (
         choice.plan if compress.plan is None else plan_as_given(compress.plan, workload, costs, cluster, compress.point)
     )
     if wanted.buckets:
         wanted.check_covers(workload.sizes, workload.types)
         wanted.check_fits(cluster)
+        if compress.sums == "ranks":
+            check_adds_in_rank_order(wanted)
     if compress.plan is not None and wanted.moves_exchange and cluster.world_size > 1:
         chooser.options.check_moves(wanted, kinds)
         workload = with_momenta(wanted.moved)
@@ -258,8 +267,13 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
     compress.pinned.check_fits(cluster)
     _, captured = capture_job(job, device)
     options = options_of(job, compress)
-    exact = exact_if_lossless(options, captured.graph)
-    compiler = Compiler(cluster, feedback=compress.feedback, skip_nonfinite=options.skip_nonfinite, exact=exact)
+    compiler = Compiler(
+        cluster,
+        feedback=compress.feedback,
+        skip_nonfinite=options.skip_nonfinite,
+        exact=exact_of(compress, captured.graph),
+        keeps_order=compress.sums == "ranks",
+    )
     workload = compiler.analyze(captured.graph, costs)
     if cluster.world_size == 1:
         wanted = Plan(())
@@ -270,7 +284,9 @@ def _rewritten(job: Job, cluster: Cluster, compress: Compress | None, device: st
         terms = Terms.of(compress)
         chooser = PointChooser(options, update_kinds(captured.graph), costs, cluster, terms)
         at_gradients = choose(workload, costs, cluster, terms)
-        wanted = chooser.choose(at_gradients, workload, partial(compiler.analyze, captured.graph, costs))[0].plan
+        choice, *_ = chooser.choose(at_gradients, workload, partial(compiler.analyze, captured.graph, costs))
+        is_ordered = compress.sums == "ranks"
+        wanted = (with_ordered_sums(choice, workload, costs, cluster) if is_ordered else choice).plan
     return finished(compiler.emit(captured, wanted, costs))
 
 

@@ -52,8 +52,9 @@ _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.
 
 
 def exact_types(gm: GraphModule) -> dict[str, torch.dtype]:
-    """Return the 16-bit type of the gradients that are casts of 16-bit values, by parameter name."""
-    found = {name: narrow_types(node) for name, node in gradients(gm).items() if node.meta["val"].dtype in _WIDE}
+    """Return the 16-bit type of the fp32 gradients that are casts of 16-bit values, by parameter name."""
+    fp32 = {name: node for name, node in gradients(gm).items() if node.meta["val"].dtype is torch.float32}
+    found = {name: narrow_types(node) for name, node in fp32.items()}
     return {name: next(iter(types)) for name, types in found.items() if len(types) == 1}
 
 
@@ -129,7 +130,7 @@ def proof_note(gm: GraphModule, exact: Collection[str]) -> str:
     proved, others = (sum(sizes[is_exact].values()) for is_exact in (True, False))
     by, against = (", ".join(f"{k} ({v:,})" for k, v in sizes[is_exact].most_common()) for is_exact in (True, False))
     return (
-        f"{proved / (proved + others):.1%} of the gradients' values are casts of 16-bit values, and are sent in 16 bits"
+        f"{proved / (proved + others):.1%} of the gradients' values are casts of 16-bit values, which 16 bits hold"
         f" without error: those computed by {by}." + (f" Not so: {against}, in fp32." if against else "")
     )
 

@@ -205,7 +205,9 @@ def exact_ways(element_type: ElementType, cluster: Cluster, *, offload: bool = T
 
 def _is_no_shorter(strategy: Strategy, element_type: ElementType) -> bool:
     return any(
-        isinstance(each, CastCompressor) and each.payload_dtype.itemsize >= element_type.itemsize
+        isinstance(each, CastCompressor)
+        and not each.facts.is_exact
+        and each.payload_dtype.itemsize >= element_type.itemsize
         for each in strategy.compressors
     )
 

@@ -174,6 +174,11 @@ class Pins:
         for rule in self.rules:
             try:
                 for strategy in rule.strategies(cluster):
+                    if any(compressor.facts.is_exact for compressor in strategy.compressors):
+                        raise BadOption(
+                            f"pins[{rule.pattern!r}]={rule.text!r} is for gradients that the graph proves to be exact,"
+                            " which only the mode 'lossless' finds.\n  Leave the pin out: the mode offers it."
+                        )
                     strategy.check_is_whole()
                     Plan((Bucket((rule.pattern,), (1,), strategy),)).check_fits(cluster)
             except (BadPlan, BadStrategy) as error:

@@ -55,6 +55,11 @@ class Bucket:
                     " gradients.\n  Name the mode 'lossless', which offers it for gradients proved to be such casts."
                 )
 
+    def holds(self, kind: ElementType) -> bool:
+        """Return whether gradients of a type fit: dense means of casts are those of any fp32 gradients."""
+        is_dense_f32 = self.element_type.dtype is kind.dtype and self.strategy.is_dense
+        return kind is self.element_type or (is_dense_f32 and kind is ElementType.F32)
+
     @property
     def elements(self) -> int:
         return sum(self.sizes)
@@ -230,12 +235,19 @@ class Plan:
             )
         for number, bucket in enumerate(self.buckets):
             for name in bucket.names:
-                if types is not None and types[name] is not bucket.element_type:
+                if types is None or bucket.holds(types[name]):
+                    continue
+                if bucket.element_type.narrow is not None and types[name] is ElementType.F32:
                     raise BadPlan(
-                        f"bucket {number} of the plan holds {bucket.element_type} gradients; the gradient of {name!r}"
-                        f" is {types[name]} here.\n"
-                        "  Name a mode to let fxcomp choose, or save a new plan with step.plan.save(path)."
+                        f"bucket {number} of the plan sends the gradient of {name!r} in 16 bits, and here it is no cast"
+                        " of a 16-bit value: autocast or the layer's use is another, or micro-batches are summed.\n"
+                        f"  Pin it: Compress(within='lossless', pins={{{name!r}: 'dense'}}), or name 'balanced'."
                     )
+                raise BadPlan(
+                    f"bucket {number} of the plan holds {bucket.element_type} gradients; the gradient of {name!r}"
+                    f" is {types[name]} here.\n"
+                    "  Name a mode to let fxcomp choose, or save a new plan with step.plan.save(path)."
+                )
 
     def check_fits(self, cluster: Cluster) -> None:
         """Raise BadPlan if a collective needs hosts or racks of equal size and the cluster's differ."""

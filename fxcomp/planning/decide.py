@@ -239,7 +239,7 @@ class Planner:
             chooser = PointChooser(self.options, self.kinds, costs, cluster, terms)
             chosen, known, more = chooser.choose(chosen, workload, partial(self.compiler.analyze, self.graph, costs))
             if self.options.compress.sums == "ranks":
-                chosen = self._in_rank_order(chosen, workload, costs)
+                chosen = with_ordered_sums(chosen, workload, costs, cluster)
             chosen_by = {"costs": costs.to_json(), "workload": known.to_json(), "notes": [*notes, *more]}
             return {"choice": chosen.to_json(), **chosen_by}
 
@@ -251,12 +251,6 @@ class Planner:
         notes = (*data["notes"], *terms.notes(work, cluster), *foreign_note(agreed.hardware, self.site.device))
         notes = (*notes, *([proof] if proof else []))
         return Decision(choice.plan, agreed, work, choice, notes=notes)
-
-    def _in_rank_order(self, chosen: Choice, workload: Workload, costs: CostTable) -> Choice:
-        """Keep the buckets of the fastest dense plan, with sums in the order of the ranks."""
-        plan = in_rank_order(chosen.dense, self.site.cluster)
-        step_us = predict_us(workload, plan, costs, self.site.cluster)
-        return replace(chosen, plan=plan, step_us=step_us, alternatives=(), runners=())
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
         """Follow a given plan. A saved plan may exist only on rank 0's machine."""
@@ -280,6 +274,13 @@ class Planner:
             check_adds_in_rank_order(followed)
         notes = ("the plan was given, not chosen", *foreign_note(costs.hardware, self.site.device))
         return Decision(followed, costs, workload, notes=notes)
+
+
+def with_ordered_sums(chosen: Choice, workload: Workload, costs: CostTable, cluster: Cluster) -> Choice:
+    """Keep the buckets of the fastest dense plan, with sums in the order of the ranks."""
+    plan = in_rank_order(chosen.dense, cluster)
+    step_us = predict_us(workload, plan, costs, cluster)
+    return replace(chosen, plan=plan, step_us=step_us, alternatives=(), runners=())
 
 
 def check_adds_in_rank_order(plan: Plan) -> None:

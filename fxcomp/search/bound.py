@@ -147,8 +147,8 @@ class _Bound:
         own = Content.VECTORS if gradient.is_vector else Content.MATRICES
         strand = self.pinned.strand_of.get(gradient.name)
         offered = (*by_content[own], *by_content[Content.MIXED])
-        found = worth_offering(offered, gradient.element_type, self.cluster) if strand is None else strand.strategies
-        allowed = set(found)
+        worth = worth_offering(offered, gradient.element_type, self.cluster, offload=self.work.costs.offloads)
+        allowed = set(worth if strand is None else strand.strategies)
         rates = [self._of(k, gradient, is_cut=is_cut).us_per_element for k in range(len(self.strategies))]
         return _BoundKind(
             tuple(members), is_cut, np.array(rates), np.array([each in allowed for each in self.strategies])

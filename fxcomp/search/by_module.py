@@ -171,7 +171,7 @@ class _Search:
             return (pinned,)
         content = content_of(members)
         found = self._terms.strategies(self._limit, self._losses, self._cluster, content, offload=False)
-        found = worth_offering(found, members[0].element_type, self._cluster)
+        found = worth_offering(found, members[0].element_type, self._cluster, offload=False)
         firsts = [each.compressors[0] for each in found if len(each.compressors) == 1]
         return tuple(dict.fromkeys((SCATTERED, *(scattered(first) for first in firsts if can_scatter(first)))))
 

@@ -240,7 +240,7 @@ def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -
     """
     strategy = strategy_named(name)
     gentle = strategies(Mode.BALANCED, cluster, Content.VECTORS)
-    vector = strategy if strategy in gentle else strategy.uncompressed
+    vector = strategy if strategy in gentle or strategy.keeps_values else strategy.uncompressed
     choices = {Content.MATRICES: (strategy,), Content.VECTORS: (vector,)}
     search = PlanSearch(Question(choices), StepPrices(workload, costs, cluster))
     return search.plan(search.starts([0], 1)[0])

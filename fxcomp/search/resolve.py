@@ -163,7 +163,7 @@ class _Buckets:
             strand = pinned.strand_of.get(bucket.names[0])
             kind = bucket.element_type
             content = content_of([atom.gradient for atom in members[number]])
-            found = strand.strategies if strand else worth_offering(offered[content], kind, cluster)
+            found = strand.strategies if strand else worth_offering(offered[content], kind, cluster, offload=offload)
             by_kind.setdefault(_Kind(found, strand is not None, kind), []).append(number)
         self._numbers = [sorted(each, key=lambda k: order[_place_of(members[k][-1])]) for each in by_kind.values()]
         self._strategies = [

@@ -54,7 +54,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(logits.float(), batch[1])
 
 
-def packed(name: str, compress: str) -> tuple[dict[str, Tensor], set[str]]:
+def packed(name: str, compress: str, verify: Any = "never") -> tuple[dict[str, Tensor], set[str]]:
     """The local gradients as regions return them, and the parameters whose gradients are sent in 16 bits."""
     make, shape = CASES[name]
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def packed(name: str, compress: str) -> tuple[dict[str, Tensor], set[str]]:
             batch,
             costs=table(2.0),
             compress=compress,
-            checks=fxcomp.Checks(race="off", replan="off", verify="never"),
+            checks=fxcomp.Checks(race="off", replan="off", verify=verify),
         )
         step.in_force.runtime.gradients.on_gradient = lambda name, value, _: found.update({name: value.clone()})
         step(batch)
@@ -90,6 +90,11 @@ def test_compiled_regions_return_16_bit_values(name: str):
     found, exact = packed(name, "lossless")
     assert exact == set(found)
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["bias gradients of 4 rows", "convolutions"])
+def test_a_verified_step_allows_the_roundings_of_compiled_regions(name: str):
+    packed(name, "lossless", verify=1)
 
 
 def test_without_it_inductor_drops_roundings():

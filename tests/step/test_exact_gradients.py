@@ -18,9 +18,14 @@ from torch.utils.checkpoint import checkpoint
 import fxcomp
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
+from fxcomp.compressors import DecoderInput, ExactBF16, ExactFP32
 from fxcomp.cost.table import CostTable
+from fxcomp.errors import BadOption
+from fxcomp.frontends.what_if import WhatIf, what_if
+from fxcomp.plan.kinds import ElementType
+from fxcomp.plan.modes import worth_offering
 from fxcomp.plan.plan import Plan
-from fxcomp.plan.strategy import Strategy
+from fxcomp.plan.strategy import DENSE, Device, Strategy
 
 STEPS = 6
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -257,7 +262,8 @@ def test_exact_casts_of_other_gradients_are_refused_by_name():
         assert "these are sums" in second
 
 
-def without_autocast_later() -> None:
+def without_autocast_later(pins: dict[str, str]) -> None:
+    """Autocast is off in the second batch."""
     case = Case()
     casts = [True]
 
@@ -272,19 +278,129 @@ def without_autocast_later() -> None:
         loss_fn,
         optimizer,
         tokens(0, dist.get_rank()),
-        compress="lossless",
+        compress=fxcomp.Compress(within="lossless", pins=pins),
         cluster=slow_hosts(2),
         costs=CostTable(),
         checks=fxcomp.Checks(race="off"),
     )
+    assert step.plan.is_dense == bool(pins)
     step(tokens(0, dist.get_rank()))
     casts[0] = False
     step(tokens(1, dist.get_rank()))
 
 
-def test_a_capture_whose_gradients_are_no_casts_is_refused():
-    for outcome in try_ranks(2, without_autocast_later):
-        assert "was a cast torch.bfloat16 value when the plan was made" in outcome.text
+def test_a_capture_whose_gradients_are_no_casts_is_refused_only_by_plans_that_send_16_bits():
+    for outcome in try_ranks(2, without_autocast_later, {}):
+        assert "here it is no cast of a 16-bit value" in outcome.text
+    run_ranks(2, without_autocast_later, {"*": "dense"})
+
+
+def skipped_steps() -> int:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return (model(batch[0]).float() * batch[1]).sum()
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    step = fxcomp.compile_step(
+        model,
+        loss_fn,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (torch.ones(2, 8), torch.ones(2, 8)),
+        compress="lossless",
+        cluster=slow_hosts(2),
+        costs=CostTable(),
+        skip_nonfinite=True,
+        checks=fxcomp.Checks(race="off", verify=1),
+    )
+    for scale in (1.0, float("inf"), 1.0):
+        step((torch.ones(2, 8), torch.full((2, 8), scale)))
+    return step.in_force.runtime.counters.skipped
+
+
+def test_a_gradient_that_is_not_finite_skips_a_verified_step():
+    run_ranks(2, skipped_steps)
+
+
+class Wide(nn.Module):
+    """A parameter in fp64 whose gradient is a cast of a bf16 value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16() @ self.weight.bfloat16()
+
+
+def of_fp64() -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    model = Wide()
+    step = fxcomp.compile_step(
+        model,
+        lambda model, batch: model(batch).float().square().sum(),
+        torch.optim.AdamW(model.parameters()),
+        torch.ones(2, 8),
+        compress="lossless",
+        cluster=slow_hosts(2),
+        costs=CostTable(),
+        checks=fxcomp.Checks(race="off"),
+    )
+    for _ in range(3):
+        step(torch.ones(2, 8))
+    return step.plan.is_dense, bool(model.weight.isfinite().all())
+
+
+def test_gradients_of_fp64_stay_fp64():
+    assert run_ranks(2, of_fp64) == [(True, True)] * 2
+
+
+def test_exact_casts_by_the_thread_pool_are_offered_only_where_it_helps():
+    cluster = slow_hosts(4)
+    for offload in (False, True):
+        ways = worth_offering((DENSE,), ElementType.F32_OF_BF16, cluster, offload=offload)
+        assert any(Device.CPU in way.devices for way in ways) == offload
+
+
+def test_a_pin_to_an_exact_cast_is_refused():
+    pins = fxcomp.Compress(within="lossless", pins={"*": "exact_bf16"}).pinned
+    with pytest.raises(BadOption, match="only the mode 'lossless' finds"):
+        pins.check_fits(slow_hosts(2))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_means_of_powers_of_two_are_divided_first(ranks: int):
+    for compressor in (ExactBF16(), ExactFP32()):
+        payload = torch.full((ranks * 5,), 3e38).to(compressor.payload_dtype)
+        out = torch.empty(5)
+        compressor.decode(payload, ranks, (5,), out)
+        reference = compressor.decompress_reference(DecoderInput(payload, ranks, (5,)))
+        assert out.isfinite().all()
+        assert torch.equal(out, reference)
+        assert torch.equal(out, payload[:5].float())
+
+
+def plan_of_job() -> dict[str, Any]:
+    return train(CASES["bf16"], 1)[1].to_json()
+
+
+def predicted(compress: Any) -> list[str]:
+    model, optimizer = made(Case())
+    job = fxcomp.Job(model, loss_of(BF16), optimizer, tokens(0, 0))
+    found = what_if(job, slow_hosts(2), WhatIf(compress=fxcomp.Compress.of(compress), costs=CostTable()))
+    return [str(bucket.strategy) for bucket in found.plan.buckets]
+
+
+def test_predictions_follow_exact_plans_and_ordered_sums():
+    plan = Plan.from_json(run_ranks(2, plan_of_job)[0])
+    assert predicted(plan) == [str(bucket.strategy) for bucket in plan.buckets]
+    ordered = predicted(fxcomp.Compress(within="lossless", sums="ranks"))
+    assert all("exact_" in strategy for strategy in ordered)
+    assert any("exact_bf16" in strategy for strategy in predicted("lossless"))
+
+
+def test_a_named_exact_strategy_is_followed():
+    assert all("exact_fp32" in strategy for strategy in predicted("exact_fp32"))
 
 
 def saved_and_followed(path: str) -> tuple[str, str, dict[str, int]]:

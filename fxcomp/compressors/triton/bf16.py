@@ -75,12 +75,16 @@ def _decode_tile(
 ):
     number = tl.arange(0, TILE)
     place, is_there = first + number, number < size
-    total = VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32))
+    FIRST: constexpr = 1.0 / RANKS if DIVIDES and (RANKS & (RANKS - 1)) == 0 else 1.0
+    total = VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32)) * FIRST
     for _ in range(1, RANKS):
         payloads += elements
-        total += VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32))
-    mean = tl.div_rn(total, 1.0 * RANKS) if DIVIDES else total * (1.0 / RANKS)
-    tl.store(out + place, mean, is_there)
+        total += VALUE(tl.load(payloads + place, is_there, other=0).to(tl.int32)) * FIRST
+    if not DIVIDES:
+        total *= 1.0 / RANKS
+    elif FIRST == 1.0:
+        total = tl.div_rn(total, 1.0 * RANKS)
+    tl.store(out + place, total, is_there)
 
 
 @jit

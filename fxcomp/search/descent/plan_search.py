@@ -71,7 +71,7 @@ class PlanSearch:
         for content, offered in question.choices.items():
             for each, found in _by_type([k for k in free if _may_hold(content, atoms[k])], atoms):
                 places.append(found)
-                worth = worth_offering(offered, each, cluster)
+                worth = worth_offering(offered, each, cluster, offload=prices.costs.offloads)
                 self.options.append([option_of(strategy, cluster) for strategy in worth])
         self._free = len(places)
         """Number of strands that are not pinned; they come first."""

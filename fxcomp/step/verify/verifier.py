@@ -191,6 +191,7 @@ class Verification:
             return
         with suppress(*compat.OUT_OF_MEMORY):  # skip this gradient
             expected = self._eager.gradients[name]
+            gradient = gradient.to(expected.dtype)  # 16-bit values may stand for their cast
             sent, wanted = self._updates.as_sent(name, gradient, expected, start)
             self._differences.check_gradient(name, sent, wanted, self._updates.largest, start)
         if self._ranks > 1:

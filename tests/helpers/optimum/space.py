@@ -146,7 +146,10 @@ def rows_of(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms
     for grouping in groupings:
         choices = {
             (content, kind): worth_offering(
-                terms.strategies(limit, losses, cluster, content, offload=costs.offloads), kind, cluster
+                terms.strategies(limit, losses, cluster, content, offload=costs.offloads),
+                kind,
+                cluster,
+                offload=costs.offloads,
             )
             for content, kind in grouping
         }
