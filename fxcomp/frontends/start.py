@@ -42,7 +42,7 @@ NOTHING_EXACT: Mapping[str, ElementType] = MappingProxyType({})
 
 
 def exact_of(compress: Compress, graph: GraphModule) -> Mapping[str, ElementType]:
-    """Return the gradients to send as 16-bit values: a Plan's, or those that a graph proves, in mode `lossless`."""
+    """Return the gradients to send as 16-bit values: a Plan's, or in mode `lossless` all that a graph proves."""
     if isinstance(compress.plan, Plan):
         return {name: kind for name, kind in compress.plan.types.items() if kind.narrow is not None}
     if compress.within != Mode.LOSSLESS.value or compress.plan is not None:

@@ -26,7 +26,7 @@ from fxcomp.plan.kinds import ElementType
 def narrow_gradients(gm: GraphModule, exact: Mapping[str, ElementType]) -> GraphModule:
     """Narrow the gradients named in `exact`, each to its 16-bit type, unless this graph computes them otherwise.
 
-    Plans that send such a gradient in 16 bits do not cover it then (`Plan.check_covers`).
+    A plan that sends the gradient in 16 bits then does not cover it (`Plan.check_covers`).
     """
     if not exact:
         return gm

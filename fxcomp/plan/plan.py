@@ -56,7 +56,7 @@ class Bucket:
                 )
 
     def holds(self, kind: ElementType) -> bool:
-        """Return whether gradients of a type fit: dense means of casts are those of any fp32 gradients."""
+        """Return whether gradients of a type fit. A dense bucket of casts takes all fp32 gradients."""
         is_dense_f32 = self.element_type.dtype is kind.dtype and self.strategy.is_dense
         return kind is self.element_type or (is_dense_f32 and kind is ElementType.F32)
 
