@@ -39,13 +39,15 @@ def text_of(name: str) -> str:
 
 
 COMPRESSORS = [
-    *(text_of(kind.facts.name) for kind in ours()),
+    *(text_of(kind.facts.name) for kind in ours() if kind.facts.name not in ("exact_bf16", "exact_fp16")),
     "int8(stochastic=true)",
     "int2(stochastic=true)",
     "shared_int8",
     "randomk(0.05)",
 ]
-WHOLE = [text for text in COMPRESSORS if not parse_compressor(text).facts.needs_whole_parameters]
+FACTS = {text: parse_compressor(text).facts for text in COMPRESSORS}
+WHOLE = [text for text, facts in FACTS.items() if not facts.needs_whole_parameters and not facts.is_exact]
+"""Compressors of shards: of any part of a gradient, and of sums."""
 
 
 def kind_of(text: str) -> tuple[object, ...]:

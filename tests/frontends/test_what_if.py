@@ -103,7 +103,7 @@ def test_a_plan_that_is_asked_about_is_compared_with_the_choice(job: Job):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("text", [str(example) for example in examples()])
+@pytest.mark.parametrize("text", [str(each) for each in examples() if each.name not in ("exact_bf16", "exact_fp16")])
 def test_any_compressor_may_be_asked_about(text: str, job: Job):
     """On assumed costs here, which is quick; machine_costs measures every one in test_cost_measure.py."""
     where = cluster("3x1", "100mbit")

@@ -141,7 +141,7 @@ def test_adamw_passes_over_memory_once(of_25_layers: tuple[StepLaunches, int]):
 def test_without_lists_and_fused_updates_the_limits_are_passed(monkeypatch: pytest.MonkeyPatch):
     for module in (clip_in_lists, fuse_updates):
         name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(f"fxcomp.pipeline.{name}", lambda gm: gm)
+        monkeypatch.setattr(f"fxcomp.pipeline.{name}", lambda gm, **_: gm)
     found, _ = in_buckets(layers(25, fused=True), 6)
     assert found.of("clip").launches >= 100
     assert found.of("update").launches > 12
