@@ -226,8 +226,7 @@ class StepOptions:
     @property
     def begins_dense(self) -> bool:
         """True if a job trains densely at first and chooses its plan by timing these steps."""
-        compress = self.compress
-        return self.races and self.costs is None and not compress.warmup and not compress.chooses_point
+        return self.races and self.costs is None and not self.compress.chooses_point
 
     def facts(self) -> dict[str, Any]:
         """Return the options that must agree on all ranks."""

@@ -56,14 +56,14 @@ class Warmup:
     def __bool__(self) -> bool:
         return bool(self.dense_steps or self.int8_steps or self.int4_steps)
 
-    def stages(self, plan: Plan) -> dict[int, Plan]:
-        """Return the plan of each stage, keyed by the stage's first step; `plan` comes last."""
+    def stages(self, plan: Plan, begins: int = 0) -> dict[int, Plan]:
+        """Return the plan of each stage, keyed by the stage's first step, from `begins` on; `plan` comes last."""
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
             for compressor, steps in ((Int8(), self.int8_steps), (Int4(), self.int4_steps)):
                 plans += [(_by(compressor, plan), steps)] if steps else []
-        first, stages = 0, dict[int, Plan]()
+        first, stages = begins, dict[int, Plan]()
         for other, steps in plans:
             if steps:
                 stages[first] = other

@@ -23,7 +23,10 @@ SETTLED = 20
 
 
 LASTS = ("patience", "patient_until")
-"""Saved fields of a calendar, besides IS_SETTLED."""
+"""Saved fields of a calendar, besides BEGINS and IS_SETTLED."""
+
+BEGINS = "begins"
+"""Saved key: first step of the warm-up; 0 after it."""
 
 IS_SETTLED = "is_settled"
 """Key of the saved value of `Calendar.is_settled`."""
@@ -145,7 +148,8 @@ class Calendar:
     # Saved and loaded
 
     def to_json(self) -> dict[str, int]:
-        return {**{name: getattr(self, name) for name in LASTS}, IS_SETTLED: self.is_settled}
+        lasts = {name: getattr(self, name) for name in LASTS}
+        return {**lasts, BEGINS: self.warm_from[0], IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Continue at another step under the same plan. Raises BadState.

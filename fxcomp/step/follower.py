@@ -77,9 +77,9 @@ class Followed:
 
 
 class Follower:
-    def __init__(self, trained: Trained, decision: Decision, number: int = 0):
+    def __init__(self, trained: Trained, decision: Decision):
         self.trained, self._site = trained, trained.site
-        self._numbers = itertools.count(number)
+        self._numbers = itertools.count()
         self.now = self._entered(decision, trained.fresh(decision.plan))
         self.racing: tuple[Followed, ...] = ()
         """Racing plans; the first one was in force before the race. Empty without a race."""

@@ -56,7 +56,7 @@ class PlanInForce:
         self.momenta = Momenta(capture.first.graph, inputs.training.owners, stages)
         self.first_kind: BatchType = capture.kind
         """Type of the first batch, for which times are predicted."""
-        self._follower = Follower(trained, decision, len(self.plans) - 1)
+        self._follower = Follower(trained, decision)
         self._standing: dict[int, Program] = {}
         """Program for the first batch, by plan number."""
         self._follower.enter_stage(self.plan)
@@ -66,8 +66,8 @@ class PlanInForce:
         if compiler.micro_batches > 1:  # emit before the first step
             self._micro_program(capture.first)
         self._key = capture.guard.key()
-        for number, plan in enumerate(self.plans):
-            self._adopt(finished(self.emit(plan)), number)
+        for stage, plan in enumerate(self.plans):
+            self._adopt(finished(self.emit(plan)), self._number_of(stage))
         self._go_on()
 
     @property
@@ -98,8 +98,11 @@ class PlanInForce:
 
     @property
     def _number(self) -> int:
-        """Number of the plan in force: its index in `plans` during the warm-up, unique afterwards."""
-        return self._follower.now.number if self.is_warm else self.stage
+        """Number of the plan in force: negative during the warm-up, unique afterwards."""
+        return self._number_of(self.stage)
+
+    def _number_of(self, stage: int) -> int:
+        return self._follower.now.number if stage == len(self.plans) - 1 else -1 - stage
 
     @property
     def standing(self) -> Program:
@@ -153,23 +156,38 @@ class PlanInForce:
         """Emit the first batch's program for another plan, one pass at a time. Ranks do not communicate."""
         return self._compiler.emit(self._capture.first, plan, self.decision.costs)
 
-    def switch(self, decision: Decision, topic: str, program: Program | None = None) -> None:
-        """Follow another decision from the next step on, without warm-up. Residuals are kept.
+    def switch(
+        self,
+        decision: Decision,
+        topic: str,
+        program: Program | None = None,
+        stages: Mapping[int, Plan] | None = None,
+    ) -> None:
+        """Follow another decision from the next step on. Residuals are kept.
 
-        Every rank calls it. If making the program fails on one rank, all ranks keep the old decision.
+        `stages` are the plans of a warm-up by first step, with the decision's plan last; None for no warm-up. Every
+        rank calls it. If making a program fails on one rank, all ranks keep the old decision.
         """
-        program = self._follower.carry_to(
+        stages = stages or {0: decision.plan}
+        *earlier, _ = stages.values()
+
+        def emit(plan: Plan) -> Program:
+            return finished(self._compiler.emit(self._capture.first, plan, decision.costs))
+
+        programs = self._follower.carry_to(
             decision,
             f"{topic}: emitting the step",
-            lambda: program or finished(self._compiler.emit(self._capture.first, decision.plan, decision.costs)),
+            lambda: [*map(emit, earlier), program or emit(decision.plan)],
             lambda: self.momenta.units_between(self.plan, decision.plan),
         )
-        self._stay_with(decision.plan)
+        self.plans, self.stage, self.calendar.warm_from = tuple(stages.values()), 0, tuple(stages)
+        self._follower.enter_stage(self.plan, dict)
         self.runtime.close()
         self.runtime = Runtime(self._site.transport, self._site.device)
         for known in (self.programs, self._standing):
             known.clear()
-        self._adopt(program, self._number)
+        for stage, each in enumerate(programs):
+            self._adopt(each, self._number_of(stage))
         self._go_on()
 
     def can_retune(self, plan: Plan) -> bool:

@@ -30,7 +30,7 @@ from fxcomp.site import Site
 from fxcomp.state.momenta import SavedMomenta
 from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.alike import SELDOM, Alike
-from fxcomp.step.calendar import IS_SETTLED, WINDOW, Calendar, Use
+from fxcomp.step.calendar import BEGINS, IS_SETTLED, WINDOW, Calendar, Use
 from fxcomp.step.drift import judged, median_of_window
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
@@ -238,7 +238,8 @@ class StepSchedule(Schedule):
             decision = self._planner.after_steps(steps, feed_us)
             self._first = None
             with phase("writing the steps"):
-                self._force.switch(decision, topic)
+                stages = self._options.compress.warmup_for(decision.plan).stages(decision.plan, step)
+                self._force.switch(decision, topic, stages=stages)
                 self._settle_anew(step)
                 self._race_plans(step, topic)
 
@@ -251,14 +252,16 @@ class StepSchedule(Schedule):
         if ranks.world_size == 1 or not self._options.begins_dense:
             return
         settled = (
-            plan_of([state])
+            (plan_of([state]), state.get(CALENDAR, {}).get(BEGINS, 0))
             for state in states_given(given)
             if state.get("ranks") == ranks.world_size and state.get(CALENDAR, {}).get(IS_SETTLED, True)
         )
-        mine: dict[str, Any] = {"steps": steps, "plan": next(settled, None)}
+        plan, begins = next(settled, (None, 0))
+        mine: dict[str, Any] = {"steps": steps, "plan": plan, "begins": begins}
         everyone = ranks.gather("the plans of loaded states", mine)
-        saved = next((Plan.from_json(each["plan"]) for each in everyone if each["plan"] is not None), None)
-        if saved is None or any(each["steps"] for each in everyone):
+        first = next((each for each in everyone if each["plan"] is not None), None)
+        saved = None if first is None else Plan.from_json(first["plan"])
+        if first is None or saved is None or any(each["steps"] for each in everyone):
             return
         try:
             saved.check_covers(decision.workload.sizes, decision.workload.types)
@@ -269,7 +272,8 @@ class StepSchedule(Schedule):
         self.call_off()
         said = "the plan is the loaded state's, predicted by costs not measured since; step.replan() measures them"
         followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
-        self._force.switch(followed, "following the saved plan")
+        stages = self._options.compress.warmup_for(saved).stages(saved, first["begins"])
+        self._force.switch(followed, "following the saved plan", stages=stages)
 
     def follow_errors(self, errors: ErrorLooks, step: int) -> None:
         """Measure errors from `step` on and adapt the plan to them."""

@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from helpers.jobs import JOBS, OPTIMIZERS, cross_entropy
 from helpers.ranks import run_ranks
+from helpers.replicas import replica_fingerprint
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fxcomp
 from fxcomp import compat
+from fxcomp.cluster.cluster import Cluster
+from fxcomp.cluster.link import Link
+from fxcomp.plan.plan import Plan
 from fxcomp.planning.timed_steps import TimedStep, Way
 from fxcomp.site import Site
 from fxcomp.step import first_steps
@@ -267,7 +271,57 @@ def decides() -> dict[str, bool]:
 
 def test_what_needs_no_timed_step_or_lasts_for_the_whole_job_is_decided_at_once():
     for found in run_ranks(2, decides):
-        assert found == {name: name != "a mode" for name in found}
+        assert found == {name: name not in ("a mode", "a warm-up") for name in found}
+
+
+SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.001))
+WARM = fxcomp.Compress(within="lossy", warmup=fxcomp.Warmup(dense_steps=2, int8_steps=3, int4_steps=2))
+
+
+def warmed_up() -> tuple[int, list[int], list[set[str]], list[str], int]:
+    """Train from a dense begin through a warm-up and the race; resume in another job."""
+    forget()
+
+    def compiled() -> tuple[Any, Any]:
+        model = JOBS["mlp"].build()
+        optimizer, batch = OPTIMIZERS["sgd"](model.parameters()), JOBS["mlp"].batch(0, dist.get_rank())
+        return model, fxcomp.compile_step(model, cross_entropy, optimizer, batch, compress=WARM, cluster=SLOW)
+
+    model, step = compiled()
+    prints, stages, begins, chosen = list[str](), list[set[str]](), list[int](), 0
+    while len(prints) < 30:
+        step(JOBS["mlp"].batch(len(prints), dist.get_rank()))
+        prints.append(replica_fingerprint(model))
+        if not chosen and not step.in_force.decision.is_provisional:
+            chosen, begins = step.steps, list(step.in_force.calendar.warm_from)
+            stages = [kinds_of(plan) for plan in step.in_force.plans]
+    other, again = compiled()
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(step.state_dict())
+    for number in range(30, 34):
+        again(JOBS["mlp"].batch(number, dist.get_rank()))
+        prints.append(replica_fingerprint(other))
+    found = again.steps
+    step.close()
+    again.close()
+    return chosen, begins, stages, prints, found
+
+
+def kinds_of(plan: Plan) -> set[str]:
+    return {type(c).__name__ for bucket in plan.buckets for c in bucket.strategy.compressors}
+
+
+def test_a_warm_up_begins_with_the_chosen_plan():
+    one, other = run_ranks(2, warmed_up)
+    assert one == other
+    chosen, begins, stages, _, steps = one
+    assert begins == [chosen, chosen + 2, chosen + 5, chosen + 7]
+    dense, int8, int4, plan = stages
+    assert not dense
+    assert "Int8" in int8
+    assert "Int4" in int4
+    assert plan - {"BF16"}
+    assert steps == 34
 
 
 def job_of(compress: str) -> Any:
