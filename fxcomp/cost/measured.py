@@ -78,7 +78,7 @@ def _text(compressor: Compressor) -> str:
 
 
 FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
-"""Bounds of measured rates. A time independent of size has the upper bound."""
+"""Bounds of a bandwidth computed from a fit: the upper one if the fitted time does not depend on the size."""
 
 
 # Collectives

@@ -52,9 +52,9 @@ def predicted(decision: Decision, site: Site) -> tuple[tuple[ModuleTime, ...], T
 
 
 def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
-    """Return a given plan, or a plan with a named strategy for all modules, as reduce-scatters. Raises BadPlan.
+    """Convert a plan, or one strategy's text for all modules, to a plan of reduce-scatters. Raises BadPlan.
 
-    Modules with vectors only, such as norms, stay dense if a compressor is named.
+    With a text, modules that have only vectors, such as norms, stay dense.
     """
     dense = Plan(tuple(each.planned() for each in modules))
     if isinstance(plan, str):

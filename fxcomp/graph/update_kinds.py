@@ -1,12 +1,12 @@
-"""Classify optimizer updates by their operators: dependence on the gradient, and grouping into lists.
+"""Classify optimizer updates by their dependence on the gradient, and group equal updates into lists.
 
     %mul_      update  f32[4]  mul_(%exp_avg_sq, %beta)                     neutral
     %addcmul_  update  f32[4]  addcmul_(%mul_, %grad, %grad, value=0.001)   magnitude: written into a state
     %sqrt      update  f32[4]  sqrt(%addcmul_)                              magnitude
-    %addcdiv_  update  f32[4]  addcdiv_(%weight, %exp_avg, %sqrt)           divides by it: a second moment
+    %addcdiv_  update  f32[4]  addcdiv_(%weight, %exp_avg, %sqrt)           divides by the root of a second moment
 
-Each value is neutral, linear in the gradient, a magnitude of it, or bent (any other function). An operator without a
-rule bends linear values.
+Each value is neutral (independent of the gradient), linear in it, a magnitude (even in it, as a square or a norm), or
+bent (any other function). The result of an operator without a rule is bent if an input is linear or bent.
 """
 
 from __future__ import annotations

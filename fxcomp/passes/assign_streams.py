@@ -52,7 +52,10 @@ def _lines_by_bucket(gm: GraphModule) -> Iterable[Sequence[Node]]:
 
 
 def _go_aside(lines: Sequence[Node]) -> bool:
-    """Return whether a bucket runs on the side stream; not if it uses the pool, for which compute waits anyway."""
+    """Return True if a bucket runs on the side stream: on an accelerator, compressed or sent by several collectives.
+
+    A bucket that uses the pool does not: compute waits for the pool's result in any case.
+    """
     if not compat.is_accelerator(lines[0].meta["val"].device) or any(node.target is D2H for node in lines):
         return False
     return sum(map(is_collective, lines)) > 1 or any(info(node).role is Role.COMPRESS for node in lines)

@@ -34,8 +34,8 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import DENSE, Strategy
 
 POLLUTING_ERROR = 0.5
-"""Error above which error feedback sends an element rarely and then a large value (bursty), as in top-k. Sign (0.36)
-and low rank are below.
+"""Error above which a strategy with error feedback is bursty, as top-k: an element is sent rarely, and its value is
+then large. Sign (0.36) and low rank are below.
 """
 
 
@@ -106,7 +106,7 @@ def polluting_share(plan: Plan, cluster: Cluster) -> float:
 
 
 def is_bursty(strategy: Strategy, cluster: Cluster) -> bool:
-    """Return whether error feedback sends an element rarely and then a large value."""
+    """Return whether error feedback sends an element rarely, with a value that is then large."""
     first = strategy.compressor
     if first is None or strategy_error(strategy, cluster) <= POLLUTING_ERROR:
         return False

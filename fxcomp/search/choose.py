@@ -174,7 +174,10 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms 
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
-    """Yield plans of one strategy with step times in µs, fastest first, each with a smaller error than all before."""
+    """Yield uniform plans and their step times in µs, fastest first.
+
+    Each has a smaller error than the plan `fastest` and all plans before it.
+    """
     starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
     for found in sorted(starts, key=lambda each: each.value):

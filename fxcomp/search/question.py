@@ -33,7 +33,7 @@ steps.
 class Terms:
     mode: Mode
     bursts: float = 1.0
-    """Maximum fraction of elements with bursty strategies, which send an element rarely and then a large value."""
+    """Maximum fraction of elements with bursty strategies: an element is sent rarely, and its value is then large."""
     pins: Pins = NO_PINS
     budget: Budget | None = None
     """Error budget that replaces the mode's limit and compressors."""

@@ -5,7 +5,7 @@
     neither half has a cost by itself            both are reported together
 
 Trainings are compared seed by seed, on the same batches. The noise is the half-width of the 95 % confidence interval of
-the mean over seeds. The standard deviation is at least the median of other comparisons.
+the mean over seeds. Its standard deviation is the comparison's own, or the median of all comparisons so far if larger.
 
 A diverging seed has no cost and is counted separately. Tensors are guilty of divergence only if all seeds diverge,
 because one seed may diverge by chance.
@@ -47,7 +47,7 @@ class Comparison:
 
     @classmethod
     def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
-        """Compare seed by seed. `usual` is the median standard deviation of other comparisons."""
+        """Compare seed by seed. `usual` is the median standard deviation of all comparisons so far."""
         finite = finite_of(differences)
         diverging, freedom = len(differences) - len(finite), len(finite) - 1
         if not finite:
