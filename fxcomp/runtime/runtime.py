@@ -175,7 +175,7 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """Wait for a collective and return its result; the wait is exposed. If the pool launched it, return a future."""
+        """Wait for a collective, exposed, and return its result. If the pool launched it, return a future."""
         if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
