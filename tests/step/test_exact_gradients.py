@@ -166,7 +166,7 @@ def train(case: Case, steps: int = STEPS, **options: Any) -> tuple[dict[str, Ten
 
 
 def bytes_of(plan: Plan) -> tuple[int, int]:
-    """Bytes of the gradients, and of those that are sent in 16 bits."""
+    """Bytes of all gradients, and of the gradients that are sent in 16 bits."""
     exact = sum(bucket.dense_bytes for bucket in plan.buckets if not bucket.strategy.is_dense)
     return sum(bucket.dense_bytes for bucket in plan.buckets), exact
 
