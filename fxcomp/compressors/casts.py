@@ -111,22 +111,36 @@ class ExactCast(CastCompressor):
         return total / (ranks // first)
 
 
+def _exact(dtype: torch.dtype, name: str, summary: str, *, use: str, avoid: str, source: str) -> Facts:
+    return Facts(
+        name=name,
+        summary=summary,
+        payload=f"{dtype.itemsize}n",
+        payload_dtype=dtype,
+        is_exact=True,
+        is_joined=True,
+        bias=Bias.UNBIASED if dtype is torch.float32 else Bias.ROUNDING,  # of values that are no casts
+        feedback=Feedback.FORBIDDEN,
+        use=use,
+        avoid=avoid,
+        source=source,
+    )
+
+
+_REFUSED = "Other gradients: plans with them are refused."
+
+
 @register
 @dataclass(frozen=True, slots=True)
 class ExactBF16(ExactCast):
     """bfloat16 for gradients that are casts of bf16 values: two bytes a value, no error."""
 
-    facts: ClassVar[Facts] = Facts(
-        name="exact_bf16",
-        summary="the upper half of each fp32, where the graph proves that the lower half is zero",
-        payload="2n",
-        payload_dtype=torch.bfloat16,
-        is_exact=True,
-        is_joined=True,
-        bias=Bias.ROUNDING,
-        feedback=Feedback.FORBIDDEN,
+    facts: ClassVar[Facts] = _exact(
+        torch.bfloat16,
+        "exact_bf16",
+        "the upper half of each fp32, where the graph proves that the lower half is zero",
         use="Chosen by `lossless` under bf16 autocast.",
-        avoid="Other gradients: plans with them are refused.",
+        avoid=_REFUSED,
         source="IEEE fp32 cut to bfloat16",
     )
 
@@ -136,17 +150,12 @@ class ExactBF16(ExactCast):
 class ExactFP16(ExactCast):
     """Half precision for gradients that are casts of fp16 values: two bytes a value, no error."""
 
-    facts: ClassVar[Facts] = Facts(
-        name="exact_fp16",
-        summary="half precision, where the graph proves that each fp32 is a cast of it",
-        payload="2n",
-        payload_dtype=torch.float16,
-        is_exact=True,
-        is_joined=True,
-        bias=Bias.ROUNDING,
-        feedback=Feedback.FORBIDDEN,
+    facts: ClassVar[Facts] = _exact(
+        torch.float16,
+        "exact_fp16",
+        "half precision, where the graph proves that each fp32 is a cast of it",
         use="Chosen by `lossless` under fp16 autocast.",
-        avoid="Other gradients: plans with them are refused.",
+        avoid=_REFUSED,
         source="IEEE 754 binary16",
     )
 
@@ -156,15 +165,10 @@ class ExactFP16(ExactCast):
 class ExactFP32(ExactCast):
     """fp32 as it is, gathered, so that every rank adds in the order of the ranks."""
 
-    facts: ClassVar[Facts] = Facts(
-        name="exact_fp32",
-        summary="fp32 as it is, added in the order of the ranks",
-        payload="4n",
-        payload_dtype=torch.float32,
-        is_exact=True,
-        is_joined=True,
-        bias=Bias.UNBIASED,
-        feedback=Feedback.FORBIDDEN,
+    facts: ClassVar[Facts] = _exact(
+        torch.float32,
+        "exact_fp32",
+        "fp32 as it is, added in the order of the ranks",
         use='Chosen by `Compress(within="lossless", sums="ranks")`.',
         avoid="Where the order of a sum does not matter: all_reduce sends no more.",
         source="IEEE fp32",

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from helpers.drifting import table
-from helpers.region_jobs import Mirror
-from helpers.torch_compiled import QUICK
+from helpers.region_jobs import mirrored
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
 
 import fxcomp
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
-from fxcomp.codegen import program
-from fxcomp.ranks import ALONE
-from fxcomp.site import Site
 
 Made = Callable[[], nn.Module]
 HOSTS = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.001))
@@ -60,17 +53,8 @@ def packed(name: str, compress: str, verify: Any = "never") -> tuple[dict[str, T
     torch.manual_seed(0)
     model, batch = make(), (torch.randn(shape), torch.randint(5, shape[:1]))
 
-    def site(_: Any, __: Any, device: torch.device, *___: Any) -> Site:
-        return Site(ALONE, HOSTS, Mirror(2), device)
-
     found: dict[str, Tensor] = {}
-    with (
-        patch.object(program, "INDUCTOR_DEVICES", ("cpu",)),
-        patch.object(Site, "of", site),
-        inductor_config.patch(QUICK),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # Inductor's own
+    with mirrored(HOSTS, ("cpu",)):
         step = fxcomp.compile_step(
             model,
             loss_fn,

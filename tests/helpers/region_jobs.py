@@ -9,6 +9,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 from unittest.mock import patch
@@ -55,6 +56,23 @@ class Mirror(NullTransport):
         if transfer.pattern is Pattern.REDUCE_SCATTER:
             transfer.out.mul_(len(transfer.parts(self.place(transfer.level))))
         return done
+
+
+@contextmanager
+def mirrored(hosts: Cluster, devices: Sequence[str]) -> Iterator[None]:
+    """Steps have these hosts, whose ranks all have what this one has; Inductor compiles regions on `devices`."""
+
+    def site(_: Any, __: Any, device: torch.device, *___: Any) -> Site:
+        return Site(ALONE, hosts, Mirror(hosts.world_size), device)
+
+    with (
+        patch.object(program, "INDUCTOR_DEVICES", devices),
+        patch.object(Site, "of", site),
+        inductor_config.patch(QUICK),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # Inductor's own
+        yield
 
 
 class Convolutions(nn.Module):
@@ -273,18 +291,9 @@ def step_by(case: Case, backend: str) -> Trained:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if case.scales else None
     hosts = Cluster(case.ranks, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1))
 
-    def site(_: Any, __: Any, device: torch.device, *___: Any) -> Site:
-        return Site(ALONE, hosts, Mirror(case.ranks), device)
-
     devices = ("cpu",) if backend == "inductor" else ()
     fixed = SYMBOLIC_FROM if case.varies else 0  # captures of one size are other cases'
-    with (
-        patch.object(program, "INDUCTOR_DEVICES", () if fixed else devices),
-        patch.object(Site, "of", site),
-        inductor_config.patch(QUICK),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # Inductor's own
+    with mirrored(hosts, () if fixed else devices):
         step = fxcomp.compile_step(
             model,
             cross_entropy,

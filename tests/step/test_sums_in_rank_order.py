@@ -48,21 +48,19 @@ def plan_of(buckets: int, strategy: Strategy, *, turned: bool = False) -> Plan:
     return Plan(tuple(Bucket(tuple(cut), tuple(sizes[name] for name in cut), strategy) for cut in cuts if cut))
 
 
-def digest_under(plan: Plan, sums: str) -> str:
-    trained = model()
-    step = fxcomp.compile_step(
-        trained,
-        loss_fn,
-        torch.optim.AdamW(trained.parameters(), lr=1e-2),
-        batch_of(0, dist.get_rank()),
-        compress=fxcomp.Compress(plan=plan, sums=sums),
-        costs=CostTable(),
-        max_grad_norm=0.1,
-        checks=fxcomp.Checks(verify="never"),
-    )
+def trained(compress: fxcomp.Compress, **options: Any) -> tuple[str, Plan]:
+    """The digest of all parameters after some steps, and the plan."""
+    made = model()
+    optimizer, batch = torch.optim.AdamW(made.parameters(), lr=1e-2), batch_of(0, dist.get_rank())
+    step = fxcomp.compile_step(made, loss_fn, optimizer, batch, compress=compress, max_grad_norm=0.1, **options)
     for number in range(STEPS):
         step(batch_of(number, dist.get_rank()))
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trained.parameters())).hexdigest()
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in made.parameters())).hexdigest(), step.plan
+
+
+def digest_under(plan: Plan, sums: str) -> str:
+    compress, checks = fxcomp.Compress(plan=plan, sums=sums), fxcomp.Checks(verify="never")
+    return trained(compress, costs=CostTable(), checks=checks)[0]
 
 
 def digests(texts: Sequence[str], sums: str) -> list[str]:
@@ -84,25 +82,8 @@ def test_sums_by_the_network_depend_on_buckets():
 
 
 def chosen() -> tuple[list[bool], str, str]:
-    plans: list[Plan] = []
-
-    def trained(compress: Any) -> str:
-        made = model()
-        step = fxcomp.compile_step(
-            made,
-            loss_fn,
-            torch.optim.AdamW(made.parameters(), lr=1e-2),
-            batch_of(0, dist.get_rank()),
-            compress=compress,
-            max_grad_norm=0.1,
-        )
-        for number in range(STEPS):
-            step(batch_of(number, dist.get_rank()))
-        plans.append(step.plan)
-        return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in made.parameters())).hexdigest()
-
-    digest = trained(fxcomp.Compress(within="lossless", sums="ranks"))
-    ordered = [bucket.strategy.adds_in_rank_order for bucket in plans[0].buckets]
+    digest, plan = trained(fxcomp.Compress(within="lossless", sums="ranks"))
+    ordered = [bucket.strategy.adds_in_rank_order for bucket in plan.buckets]
     return ordered, digest, digest_under(plan_of(5, Strategy.parse(EXACT)), "ranks")
 
 
