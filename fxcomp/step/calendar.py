@@ -26,7 +26,7 @@ LASTS = ("patience", "patient_until")
 """Saved fields of a calendar, besides BEGINS and IS_SETTLED."""
 
 BEGINS = "begins"
-"""Saved key: first step of the warm-up; 0 after it."""
+"""Saved key: first step of the warm-up, 0 after it; None before a plan is chosen."""
 
 IS_SETTLED = "is_settled"
 """Key of the saved value of `Calendar.is_settled`."""
@@ -147,9 +147,9 @@ class Calendar:
 
     # Saved and loaded
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, int | None]:
         lasts = {name: getattr(self, name) for name in LASTS}
-        return {**lasts, BEGINS: self.warm_from[0], IS_SETTLED: self.is_settled}
+        return {**lasts, BEGINS: None if self.timed else self.warm_from[0], IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Continue at another step under the same plan. Raises BadState.

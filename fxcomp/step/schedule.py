@@ -128,6 +128,8 @@ class StepSchedule(Schedule):
         """Plan before the current race, if drift or `replan` started the race."""
         self._errors: ErrorLooks | None = None
         self._adaptation: Adaptation | None = None
+        self._began: int | None = None
+        """First step of a loaded job's warm-up, which is not repeated; None without one."""
         self._first: FirstSteps | None = None
         """Timed steps to choose a plan from; None once a plan is chosen."""
         if force.decision.is_provisional:
@@ -238,7 +240,8 @@ class StepSchedule(Schedule):
             decision = self._planner.after_steps(steps, feed_us)
             self._first = None
             with phase("writing the steps"):
-                stages = self._options.compress.warmup_for(decision.plan).stages(decision.plan, step)
+                begins = step if self._began is None else self._began
+                stages = self._options.compress.warmup_for(decision.plan).stages(decision.plan, begins)
                 self._force.switch(decision, topic, stages=stages)
                 self._settle_anew(step)
                 self._race_plans(step, topic)
@@ -251,17 +254,21 @@ class StepSchedule(Schedule):
         ranks, decision = self._site.ranks, self._force.decision
         if ranks.world_size == 1 or not self._options.begins_dense:
             return
+        states = states_given(given)
         settled = (
-            (plan_of([state]), state.get(CALENDAR, {}).get(BEGINS, 0))
-            for state in states_given(given)
+            plan_of([state])
+            for state in states
             if state.get("ranks") == ranks.world_size and state.get(CALENDAR, {}).get(IS_SETTLED, True)
         )
-        plan, begins = next(settled, (None, 0))
-        mine: dict[str, Any] = {"steps": steps, "plan": plan, "begins": begins}
+        begins = next((state.get(CALENDAR, {}).get(BEGINS) for state in states), None)
+        mine: dict[str, Any] = {"steps": steps, "plan": next(settled, None), "begins": begins}
         everyone = ranks.gather("the plans of loaded states", mine)
-        first = next((each for each in everyone if each["plan"] is not None), None)
-        saved = None if first is None else Plan.from_json(first["plan"])
-        if first is None or saved is None or any(each["steps"] for each in everyone):
+        saved = next((Plan.from_json(each["plan"]) for each in everyone if each["plan"] is not None), None)
+        self._began = next((each["begins"] for each in everyone if each["begins"] is not None), None)
+        if self._began and not any(each["steps"] for each in everyone):
+            before, *_ = warm_from = self.calendar.warm_from
+            self.calendar.warm_from = tuple(step - before + self._began for step in warm_from)
+        if saved is None or any(each["steps"] for each in everyone):
             return
         try:
             saved.check_covers(decision.workload.sizes, decision.workload.types)
@@ -272,7 +279,7 @@ class StepSchedule(Schedule):
         self.call_off()
         said = "the plan is the loaded state's, predicted by costs not measured since; step.replan() measures them"
         followed = Decision(saved, decision.costs, decision.workload, notes=(said,))
-        stages = self._options.compress.warmup_for(saved).stages(saved, first["begins"])
+        stages = self._options.compress.warmup_for(saved).stages(saved, self._began or 0)
         self._force.switch(followed, "following the saved plan", stages=stages)
 
     def follow_errors(self, errors: ErrorLooks, step: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
-from fxcomp.step.calendar import IS_SETTLED, LASTS, SETTLED, WINDOW, Calendar, RaceTurn, Use
+from fxcomp.step.calendar import BEGINS, IS_SETTLED, LASTS, SETTLED, WINDOW, Calendar, RaceTurn, Use
 
 VERIFIED = [NO_STEPS, VerifiedSteps(None), *map(VerifiedSteps, (1, 2, 3, 5, 7, 20))]
 """Never, sampled, each, and others."""
@@ -108,7 +108,7 @@ def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one()
     saved = json.loads(json.dumps(before.to_json()))
     after = Calendar(VerifiedSteps(7))
     after.resume(39, saved)
-    assert after.to_json() == {**before.to_json(), IS_SETTLED: True}
+    assert after.to_json() == {**before.to_json(), IS_SETTLED: True, BEGINS: 0}
     lasting = {name: getattr(before, name) for name in LASTS}
     assert after == Calendar(VerifiedSteps(7), followed_from=39, **lasting)
     after.resume(10)

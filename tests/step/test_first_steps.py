@@ -278,8 +278,8 @@ SLOW = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.001))
 WARM = fxcomp.Compress(within="lossy", warmup=fxcomp.Warmup(dense_steps=2, int8_steps=3, int4_steps=2))
 
 
-def warmed_up() -> tuple[int, list[int], list[set[str]], list[str], int]:
-    """Train from a dense begin through a warm-up and the race; resume in another job."""
+def warmed_up() -> tuple[int, list[int], list[set[str]], list[str], list[list[int]]]:
+    """Train from a dense begin through a warm-up; another job resumes in the middle of it."""
     forget()
 
     def compiled() -> tuple[Any, Any]:
@@ -289,21 +289,28 @@ def warmed_up() -> tuple[int, list[int], list[set[str]], list[str], int]:
 
     model, step = compiled()
     prints, stages, begins, chosen = list[str](), list[set[str]](), list[int](), 0
+    saved: Any = None
     while len(prints) < 30:
         step(JOBS["mlp"].batch(len(prints), dist.get_rank()))
         prints.append(replica_fingerprint(model))
         if not chosen and not step.in_force.decision.is_provisional:
             chosen, begins = step.steps, list(step.in_force.calendar.warm_from)
             stages = [kinds_of(plan) for plan in step.in_force.plans]
-    other, again = compiled()
-    other.load_state_dict(model.state_dict())
-    again.load_state_dict(step.state_dict())
-    for number in range(30, 34):
-        again(JOBS["mlp"].batch(number, dist.get_rank()))
-        prints.append(replica_fingerprint(other))
-    found = again.steps
+        if step.steps == chosen + 3:
+            saved = copy.deepcopy((model.state_dict(), step.state_dict()))
+    found = list[list[int]]()
+    for forgets in (False, True):
+        if forgets:
+            forget()
+        other, again = compiled()
+        other.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        while again.in_force.decision.is_provisional:
+            again(JOBS["mlp"].batch(again.steps, dist.get_rank()))
+            prints.append(replica_fingerprint(other))
+        found.append(list(again.in_force.calendar.warm_from))
+        again.close()
     step.close()
-    again.close()
     return chosen, begins, stages, prints, found
 
 
@@ -314,14 +321,14 @@ def kinds_of(plan: Plan) -> set[str]:
 def test_a_warm_up_begins_with_the_chosen_plan():
     one, other = run_ranks(2, warmed_up)
     assert one == other
-    chosen, begins, stages, _, steps = one
+    chosen, begins, stages, _, resumed = one
     assert begins == [chosen, chosen + 2, chosen + 5, chosen + 7]
     dense, int8, int4, plan = stages
     assert not dense
     assert "Int8" in int8
     assert "Int4" in int4
     assert plan - {"BF16"}
-    assert steps == 34
+    assert resumed == [begins, begins], "a warm-up is neither repeated nor cut"
 
 
 def job_of(compress: str) -> Any:
