@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxcomp import compat
 from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import call, gradients
-from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.info import NodeInfo, Role, alike
 from fxcomp.graph.work import operator_text
 
 aten = torch.ops.aten
@@ -49,6 +49,9 @@ _PADS = frozenset({aten.slice_backward.default, aten.select_backward.default})
 
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+
+MOST_LAYERS = 6
+"""Maximum number of layers that a note lists for one operator."""
 
 
 def exact_types(gm: GraphModule) -> dict[str, torch.dtype]:
@@ -121,17 +124,29 @@ def narrowed(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def proof_note(gm: GraphModule, exact: Collection[str]) -> str:
-    """Describe which gradients are `exact`, by the operators that compute them, and which are not."""
+    """Describe which gradients are `exact` and which are not: their operators, sizes and layers."""
     if not exact:
         return ""
     sizes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    layers: dict[tuple[bool, str], dict[str, None]] = {}
     for name, node in gradients(gm).items():
-        sizes[name in exact][computed_by(node)] += int(node.meta["val"].numel())
-    proved, others = (sum(sizes[is_exact].values()) for is_exact in (True, False))
-    by, against = (", ".join(f"{k} ({v:,})" for k, v in sizes[is_exact].most_common()) for is_exact in (True, False))
+        kind = name in exact, computed_by(node)
+        sizes[kind[0]][kind[1]] += int(node.meta["val"].numel())
+        layers.setdefault(kind, {})[alike(name)] = None
+
+    def listed(*, is_exact: bool) -> str:
+        texts: list[str] = []
+        for operator_name, size in sizes[is_exact].most_common():
+            names = list(layers[is_exact, operator_name])
+            more = ", ..." if len(names) > MOST_LAYERS else ""
+            texts.append(f"{operator_name} ({size:,}: {', '.join(names[:MOST_LAYERS])}{more})")
+        return ", ".join(texts)
+
+    share = sizes[True].total() / (sizes[True].total() + sizes[False].total())
+    others = f" Not so: {listed(is_exact=False)}, in fp32." if sizes[False] else ""
     return (
-        f"{proved / (proved + others):.1%} of the gradients' values are casts of 16-bit values, which 16 bits hold"
-        f" without error: those computed by {by}." + (f" Not so: {against}, in fp32." if against else "")
+        f"{share:.1%} of the gradients' values are casts of 16-bit values, which 16 bits hold without error: those"
+        f" computed by {listed(is_exact=True)}.{others}"
     )
 
 

@@ -186,3 +186,8 @@ _FUNCTION = re.compile(r"(region|update|optimizer_step)(_\d+)?")
 def free_name(name: str) -> str:
     """Return a name for a value in emitted source; reserved names get an underscore."""
     return f"{name}_" if name in _OWN or _FUNCTION.fullmatch(name) else name
+
+
+def alike(name: str) -> str:
+    """Return a parameter's name without numbers: `blocks.*.up.weight`."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
