@@ -99,12 +99,12 @@ def unbacked_symbols(number: Any) -> list[str]:
 
 
 def bound_symbols(values: Iterable[Any]) -> set[Any]:
-    """Return the symbols that are themselves a size, stride or integer."""
+    """Return the symbols that are alone a size, a stride or an integer of `values`."""
     return {expression for expression in _sizes(values) if expression.is_Symbol}
 
 
 def unbound_symbols(values: Iterable[Any]) -> set[Any]:
-    """Return the symbols that are no size, stride or integer alone, but part of an expression such as s0 + 1."""
+    """Return the symbols that only occur in expressions such as s0 + 1, never alone as a size, stride or integer."""
     found = _sizes(values)
     told = {expression for expression in found if expression.is_Symbol}
     return {symbol for expression in found for symbol in expression.free_symbols} - told
@@ -181,7 +181,7 @@ symbol is 0 or 1."""
 
 @dataclass(frozen=True, slots=True)
 class ShapeGuard:
-    """Predicate that checks a batch against a capture's sizes and its assumptions about them."""
+    """Predicate that checks a batch's sizes against the sizes and assumptions of a capture."""
 
     shapes: ShapeEnv
     tensors: tuple[Tensor, ...]
@@ -219,9 +219,9 @@ def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> ShapeGuard | None:
 
 
 def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, int]]:
-    """Pair the properties of a fake and a real tensor that a graph may depend on.
+    """Pair sizes, strides and symbolic storage offsets of a fake with the real tensor's.
 
-    Plain storage offsets are left out: they may differ between tensors of one size.
+    Plain storage offsets are left out, because they may differ between tensors of one size.
     """
     assert fake.dim() == real.dim(), "a guard is asked of batches that differ in sizes alone"
     yield from zip(fake.shape, real.shape, strict=True)
@@ -231,7 +231,7 @@ def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, i
 
 
 def _is(given: int | torch.SymInt, number: int, values: dict[Any, Any]) -> bool:
-    """Return whether `number` equals the traced `given`; a symbol in both its original and simplified form."""
+    """Return whether `given` equals `number`. Original and simplified form of a symbolic `given` must both equal it."""
     if not isinstance(given, torch.SymInt):
         return given == number
     return all(expression.xreplace(values) == number for expression in (given.node._expr, given.node.expr))
