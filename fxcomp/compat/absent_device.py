@@ -106,7 +106,6 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
 
 
 def _default_device() -> torch.device | None:
-    """Return the device set by torch.set_default_device, or None."""
     return next((mode.device for mode in function_mode_stack() if isinstance(mode, DeviceContext)), None)
 
 
@@ -205,7 +204,6 @@ def _moves(tensor: Tensor) -> bool:
 
 
 def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Return replacements of torch.compile, flex_attention and device functions that bypass function modes."""
     made, move = cast("Any", torch.Generator), cast("Any", nn.Module.to)
     load, default = torch.load, torch.get_default_device
 
@@ -247,8 +245,6 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
 
 
 def _optimizers_instead() -> dict[Any, dict[str, Any]]:
-    """Let fused, capturable optimizers and GradScaler work without a GPU."""
-
     is_off, begins = torch.cuda.amp.common.amp_definitely_not_available, GradScaler.__init__.__code__
     names = ("_get_capturable_supported_devices", "_get_fused_kernels_supported_devices")
     instead = dict.fromkeys(names, _supported_devices)

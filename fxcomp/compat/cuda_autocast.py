@@ -230,7 +230,6 @@ _BEGIN, _CAST = torch.autocast.__init__, autocast_mode._cast
 def _begin_without_cuda(
     self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
 ) -> None:
-    """Initialize torch.autocast without its check for a GPU."""
     _BEGIN(self, device_type, dtype, enabled and device_type != "cuda", cache_enabled)
     self._enabled = self._enabled or (enabled and device_type == "cuda")
 

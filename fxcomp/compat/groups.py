@@ -158,7 +158,7 @@ def destroy_groups(handles: list[Any]) -> None:
 
 
 def _abort(group: Any) -> None:
-    """Abort NCCL work, which closing would wait for."""
+    # Closing waits for NCCL's work.
     for backend in {group._get_backend(device) for device in group._device_types}:
         if backend.name() == "nccl":
             backend.abort()

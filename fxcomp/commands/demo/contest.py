@@ -73,8 +73,8 @@ Step = Callable[[Any], torch.Tensor]
 def main(steps: int, budget_s: float) -> None:
     """Train all contestants in turns, for `steps` measured steps each. Rank 0 reports to the parent process.
 
-    In a round, each contestant runs `BLOCK_STEPS` steps. After `budget_s` seconds, rounds continue only until
-    `LEAST_BLOCKS` are measured.
+    In a round, each contestant runs `BLOCK_STEPS` steps. After `budget_s` seconds, no round begins once `LEAST_BLOCKS`
+    are measured.
     """
     until = time.monotonic() + budget_s
     join()

@@ -1,7 +1,7 @@
 """`fxcomp demo`: train a small GPT with DDP, with its hooks and with fxcomp, and compare their network costs.
 
-Two ranks on this machine train on the source of Python's standard library, over a 300 Mbit/s link between two network
-namespaces, or over loopback. This process starts the ranks (`contest.py`) and prints progress and results.
+Two ranks on this machine train over a 300 Mbit/s link between two network namespaces, or over loopback. This process
+starts the ranks (`contest.py`) and prints progress and results.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def place_for(inter: str, why_not: Callable[[], str | None] = why_not) -> tuple[
 
 @contextmanager
 def progress(found: Mapping[str, Any], out: TextIO, *, in_place: bool) -> Generator[None]:
-    """Show `found["note"]` and the elapsed seconds: overwrite one line if `in_place`, else add a line now and then."""
+    """Show `found["note"]` and the elapsed seconds, overwriting one line if `in_place`, else as further lines."""
     begun, done = time.monotonic(), threading.Event()
 
     def show() -> None:

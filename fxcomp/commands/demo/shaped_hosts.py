@@ -148,8 +148,8 @@ def _may_make_namespaces() -> bool:
 def _shaping_commands(rate: str | None) -> list[str]:
     """Return the commands that limit a host's rate and the length of packet trains (segmentation offload).
 
-    Trains longer than tbf's burst would be cut into packets by the kernel. This takes 6 to 12 ms of processor time per
-    MB instead of 2 to 3, and 1 Gbit/s links in both directions reach 70 MB/s instead of 104 (measured, 2026-11).
+    The kernel would cut trains longer than tbf's burst into packets, which takes 6 to 12 ms of processor time per MB
+    instead of 2 to 3 (measured, 2026-11).
     """
     trains, replace = f"ip link set dev {INTERFACE} gso_max_size", f"tc qdisc replace dev {INTERFACE} root"
     if rate is None:
