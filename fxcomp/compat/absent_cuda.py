@@ -68,8 +68,6 @@ def check_index(given: Any, refusal: Refusal) -> None:
 
 
 class Event:
-    """CUDA event that does nothing."""
-
     cuda_stream = stream_id = priority = device_index = cuda_event = event_id = 0
     device = CUDA
 
@@ -93,8 +91,6 @@ class Event:
 
 
 class Stream(Event):
-    """CUDA stream that does nothing."""
-
     priority_range = staticmethod(lambda: (0, -5))
 
 

@@ -255,7 +255,7 @@ def _optimizers_instead() -> dict[Any, dict[str, Any]]:
 
 
 def _supported_devices(supports_xla: bool = True) -> list[str]:
-    """Return devices of fused and capturable optimizers. torch.distributed.optim compiles the code to TorchScript."""
+    """Return devices of fused and capturable optimizers. TorchScript of torch.distributed.optim calls this function."""
     return ["cuda", "cpu", "meta"]
 
 

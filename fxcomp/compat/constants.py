@@ -104,7 +104,7 @@ def _under_way() -> list[Constants]:
 
 
 def _is_torchs_own(func: Any) -> bool:
-    """Return whether torch gets real tensors of this operator. torch raises if a real tensor is reshaped in place."""
+    """Return whether an operator keeps real arguments: torch lifts constants, and raises for in-place reshapes."""
     return func in _LIFTS or (isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags)
 
 

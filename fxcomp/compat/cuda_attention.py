@@ -85,7 +85,7 @@ def _choose(
     capability: tuple[int, int], first: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     p: float, *, is_causal: bool, enable_gqa: bool, trains: bool,
 ) -> SDPBackend:  # fmt: skip
-    """Return the first kernel of `first` and torch's order that is enabled and supports this call.
+    """Return the first kernel, in `first` and then in torch's order, that is enabled and supports this call.
 
     Raise RuntimeError, like torch, if no kernel does.
     """

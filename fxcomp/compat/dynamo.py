@@ -280,7 +280,7 @@ def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def gradient_places(backward: GraphModule) -> dict[int, int | None]:
-    """Map the output index of each gradient in a backward graph to its forward input's index; None if aliased."""
+    """Map each gradient's output index in a backward graph to the forward input's index; None if inputs are aliased."""
     descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
     return {
         place: getattr(what.grad_of, "idx", None) for place, what in enumerate(descriptions) if hasattr(what, "grad_of")

@@ -124,13 +124,13 @@ def has_results(target: Operator) -> bool:
 
 @cache
 def moves_tensors(target: Operator) -> bool:
-    """Return whether an operator returns or writes tensors; others return sizes or one value."""
+    """Return whether an operator returns or writes tensors. Other operators return sizes or one value."""
     makes = any("Tensor" in str(result.type) for result in target._schema.returns)
     return makes or target._schema.is_mutable
 
 
 def has_effect(node: Node) -> bool:
-    """Return whether a node must stay even if unused."""
+    """Return whether a node must stay in the graph even if its result is unused."""
     if node.op in ("placeholder", "output"):
         return True
     target = node.target
@@ -320,7 +320,7 @@ def carries_objects() -> bool:
 
 
 def without_hidden_communication(refuse: Callable[[str], Any]) -> AbstractContextManager[None]:
-    """Call `refuse` with a description if torch.distributed communicates without operators."""
+    """Call `refuse` with a description of communication without operators, such as a new process group."""
     hidden = {
         "_object_to_tensor": OBJECTS,
         "_tensor_to_object": OBJECTS,

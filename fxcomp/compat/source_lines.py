@@ -99,7 +99,7 @@ def is_users_call() -> bool:
 
 
 def users_code_tells_kinds() -> bool:
-    """Return whether the user's running function may distinguish symbols from numbers without the symbols' methods."""
+    """Return whether the user's running function may distinguish symbols from numbers without calling methods."""
     codes = (frame.f_code for frame in frames(sys._getframe(1)))
     users = next((code for code in codes if not code.co_filename.startswith(_NOT_THE_USERS)), None)
     return users is not None and _tells_kinds(users)

@@ -140,12 +140,12 @@ def _as_constant(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 
 
 def hint(value: Any) -> Any:
-    """Return a symbol's traced value; None if data-dependent."""
+    """Return the value that a symbol had while tracing; None if data-dependent."""
     return value.node.hint
 
 
 def size_hint(size: Any) -> int:
-    """Return a size's traced value; 1 if data-dependent."""
+    """Return the value that a size had while tracing; 1 if data-dependent."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     return 1 if size.node.hint is None else int(size.node.hint)
@@ -196,7 +196,7 @@ class ShapeGuard:
     def __call__(self, leaves: Sequence[Any]) -> bool:
         """Return whether a batch that differs only in sizes fits the graph.
 
-        Assumptions are read at each call: later passes may add some.
+        Assumptions are read at each call, because later passes may add assumptions.
         """
         real = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         pairs = [pair for fake, tensor in zip(self.tensors, real, strict=True) for pair in _numbers(fake, tensor)]
@@ -231,7 +231,7 @@ def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, i
 
 
 def _is(given: int | torch.SymInt, number: int, values: dict[Any, Any]) -> bool:
-    """Return whether `given` equals `number`. Original and simplified form of a symbolic `given` must both equal it."""
+    """Return whether `given` equals `number`. A symbol's original and simplified form must both equal `number`."""
     if not isinstance(given, torch.SymInt):
         return given == number
     return all(expression.xreplace(values) == number for expression in (given.node._expr, given.node.expr))

@@ -114,7 +114,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
 
 
 def _generators_as_attributes() -> AbstractContextManager[Any]:
-    """Allow generators as arguments of operators in a graph. torch does so since 2.13 and raises before."""
+    """Allow generators as arguments of operators in a graph. torch allows generators only since 2.13."""
 
     def as_attribute(tracer: Any, generator: torch.Generator) -> Node:
         name = tracer.get_fresh_qualname("_generator")

@@ -5,7 +5,7 @@
     decoded = f(code, scale of its block)
 
 Payload, as bytes: the fp32 scales of all blocks; the codes, 8 / b per byte, the first in the lowest bits; and zeros up
-to a multiple of four, for alignment. Each segment starts a new block and a new byte of codes. Its last block may be
+to a multiple of four, for alignment. Each segment starts a new block and a new byte of codes, and its last block may be
 short.
 
 A block whose scale is not finite gets scale NaN and codes 0: it decodes to NaN, and its residual stays unchanged. Other
@@ -99,7 +99,7 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Return each row's scale, which is not finite if a value is not. Scales and `sizes` (values) are columns."""
+        """Return each row's scale, not finite if a value is not. Scales and `sizes` (values per row) are columns."""
 
     @abstractmethod
     def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def sum_in_lanes(rows: Tensor) -> Tensor:
-    """Return row sums, as a column. Lane k of 64 sums values k, k + 64, ...; then halves of the lanes are added."""
+    """Return row sums, as a column. Lane k of 64 adds values k, k + 64, ... Then halves of the lanes are added."""
     terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):

@@ -1,7 +1,7 @@
 """Send the index and sign of the largest of every N values, and one fp32 scale per parameter.
 
     chunk   = N values, a power of two; the last of a segment may be shorter
-    m       = ceil(n / N)
+    m       = ceil(n / N) chunks for n values
     scale   = mean of the chunks' largest |v|, without chunks of zeros
     decoded = sign(v) * scale at the index of the largest |v| in each chunk, 0 elsewhere
 
@@ -10,8 +10,8 @@ sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bit
 a plane of one. Planes are packed as in `block_codes.py`. Zeros pad a segment's bytes to a multiple of four.
 
 A chunk of zeros must decode to zeros, because an embedding row without a gradient must not change. So a segment with
-chunks of zeros has a negative scale, and the code that `_drawn` hashes from the scale means zero. If another chunk has
-this code, it decodes to zeros, too, and its value stays in the residual. The next scale gives another zero code.
+chunks of zeros has a negative scale, and the code that `_drawn` hashes from the scale means zero. Another chunk with
+this code also decodes to zeros, and the chunk's value stays in the residual. The next scale gives another zero code.
 
 The scale minimises the squared error of the sent values. The error of all values, relative to |v|^2, is 0.60 for
 Gaussian values at N = 8, 0.73 at N = 16.

@@ -32,7 +32,7 @@ class Feedback(Enum):
     REQUIRED = "required"
     OPTIONAL = "optional"
     FORBIDDEN = "forbidden"
-    """Feedback would diverge, because the error can exceed the input, or there is no error."""
+    """The error can exceed the input, so that feedback diverges, or the error is always 0."""
 
 
 class Bias(Enum):
@@ -104,7 +104,7 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Name of the parameter with the number of values per scale or code. Shards are cut at multiples of this number."""
+    """Name of the parameter with the values per scale or code. Shards are cut at its value's multiples. Empty: 1."""
     is_exact: bool = False
     """The compressor accepts only gradients that are casts of `payload_dtype` values, and has no error."""
     is_joined: bool = False

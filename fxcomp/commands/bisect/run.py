@@ -36,7 +36,7 @@ EXAMPLES = """\
 """
 
 MOST_RANKS = 8
-"""Limit of processes on one machine (assumed)."""
+"""Maximum number of ranks on this machine (assumed)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Find the tensors whose compression increases the loss, by bisection, down to the noise.
+"""Find the tensors whose compression increases the loss by more than the noise, by bisection.
 
     everything dense, everything compressed      the whole cost, and its noise
     one half compressed, the other half dense    the cost of a half; a half with a cost is split again
@@ -40,7 +40,6 @@ class Comparison:
     noise: float
     """Half-width of the confidence interval of `cost`; infinite for one converging seed."""
     diverging: int = 0
-    """Number of diverging seeds."""
 
     def counts(self, least: float = 0.0) -> bool:
         """Return True if the cost exceeds the noise and `least`."""
@@ -77,7 +76,7 @@ class SearchFindings:
     chosen: tuple[float, ...]
     in_all: Comparison
     guilty: Mapping[tuple[str, ...], Comparison] = field(default_factory=dict[tuple[str, ...], Comparison])
-    """Smallest sets of tensors whose compression has a cost above the noise, and this cost."""
+    """Smallest sets of tensors whose compression has a cost above the noise. The values are the costs."""
     rest: Comparison | None = None
     """Cost of compressing all tensors that are not guilty; None if no tensor is guilty, or all are."""
     trainings: int = 0
@@ -93,7 +92,7 @@ def most_trainings(names: int, seeds: int) -> tuple[int, int]:
 
 
 def search(names: Sequence[str], train: Train, seeds: int, least: float = 0.0) -> SearchFindings:
-    """Find guilty tensors until compressing the rest costs at most the noise or `least`, a fraction of the loss.
+    """Find guilty tensors until the cost of compressing the rest is at most the noise, or at most `least`.
 
     `seeds` is at least 2. No training runs twice. Raises BadOption if all seeds have the same dense loss.
     """

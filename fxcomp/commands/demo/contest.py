@@ -169,7 +169,7 @@ def _eager_step(job: Job, model: nn.Module) -> Step:
 
 
 def _time_is_up(until: float) -> bool:
-    """Return True if rank 0's clock is past `until`, on all ranks, so that all stop after the same step."""
+    """Return True on all ranks if rank 0's clock is past `until`, so that all ranks stop after the same step."""
     is_up = torch.tensor([float(time.monotonic() > until)])
     dist.broadcast(is_up, src=0)
     return bool(is_up.item())

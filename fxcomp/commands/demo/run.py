@@ -102,7 +102,7 @@ def hear(found: dict[str, Any], _rank: int, line: str) -> None:
 
 
 def place_for(inter: str, why_not: Callable[[], str | None] = why_not) -> tuple[str | None, str]:
-    """Return the link's rate and a description. The rate is None for loopback, used also if no link can be shaped."""
+    """Return the link's rate and a description. If no link can be shaped, use loopback, whose rate is None."""
     if inter == LOOPBACK:
         return None, LOOPBACK
     if (reason := why_not()) is None:
@@ -116,7 +116,7 @@ def place_for(inter: str, why_not: Callable[[], str | None] = why_not) -> tuple[
 
 @contextmanager
 def progress(found: Mapping[str, Any], out: TextIO, *, in_place: bool) -> Generator[None]:
-    """Show `found["note"]` and the elapsed seconds, overwriting one line if `in_place`, else as further lines."""
+    """Show `found["note"]` and the elapsed seconds. Overwrite one line if `in_place`, else print lines now and then."""
     begun, done = time.monotonic(), threading.Event()
 
     def show() -> None:
@@ -176,7 +176,7 @@ class Contestant:
 
 
 def speedup(mine: Contestant, theirs: Contestant) -> tuple[float, float, float]:
-    """Return `theirs.median_ms / mine.median_ms`, and the bounds of its 95 % interval from a bootstrap over rounds."""
+    """Return the ratio `theirs.median_ms / mine.median_ms` and the ratio's 95 % bootstrap interval over rounds."""
     firsts, generator = range(0, len(mine.step_s), BLOCK_STEPS), random.Random(0)
     drawn: list[float] = []
     for _ in range(_RESAMPLES):
