@@ -71,7 +71,7 @@ _HOOKS_MODULES = ("FlopCounterMode", "_FlopCounterMode")
 
 
 def default_device() -> torch.device | None:
-    """Return the default device; None if no function mode, and so no default device, is active."""
+    """Return the default device; None if no function mode is active: a default device is one."""
     return torch.get_default_device() if _C._len_torch_function_stack() else None
 
 

@@ -104,7 +104,7 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Name of the parameter with the values per scale or code. Shards cut gradients at multiples of this number. Empty: 1."""
+    """Name of the parameter with the values per scale or code, 1 if empty. Shards cut gradients at its multiples."""
     is_exact: bool = False
     """The compressor accepts only gradients that are casts of `payload_dtype` values, and has no error."""
     is_joined: bool = False
