@@ -34,7 +34,7 @@ def next_state(state: Tensor) -> Tensor:
 
 
 def one_step(state: Tensor) -> Tensor:
-    """Return a state's increment, made on the device so that the host does not wait."""
+    """Return a tensor that adds 1 to each step of a state, created on the device so that the host does not wait."""
     return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 

@@ -26,7 +26,7 @@ in the proposal, offset of the chunk sums, rank.
 
 
 def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bool) -> Tensor:
-    """Return the bases of all matrices, fp32, in the layout of the factors: Q if `is_start`, else P."""
+    """Return orthonormal Q (if `is_start`) or P of all matrices, as fp32 in the layout of `factors`."""
     padded = max(1024, 1 << (longest - 1).bit_length())
     basis = torch.empty_like(factors)
     work = torch.empty_like(factors, dtype=torch.float64)
@@ -50,7 +50,7 @@ def _dot(one, other, length, scratch, PADDED: constexpr):
 
 @jit
 def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
-    """Sum COUNT products, STEP apart."""
+    """Sum the products of COUNT elements, at the indices `at`, `at` + STEP, ..."""
     if COUNT == 1:
         is_there = at < length
         return tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
@@ -61,7 +61,7 @@ def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _sum_in_memory(terms, COUNT: constexpr):
-    """Sum COUNT terms, adding 8 per round."""
+    """Sum COUNT terms in rounds. A round replaces eight terms by one sum."""
     tl.debug_barrier()
     if COUNT <= 2 * _THEN:
         return _sum_of_terms(terms, 1, COUNT)
@@ -84,7 +84,7 @@ def _sum_of_terms(terms, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: constexpr):
-    """Subtract a vector's projection on the basis, twice; return the remaining length."""
+    """Subtract a vector's projection on the basis, twice because of rounding; return the length of the result."""
     number = count * 0
     while number < 2 * count:
         other = basis + (number % tl.maximum(count, 1)) * length

@@ -55,12 +55,12 @@ class _LaunchPlan:
     tiles: Tensor
     """Work items of P Qᵀ: matrix index, first row, first column."""
     dense: Tensor
-    """Dense segments: index of the first value, index in the payload, number of values."""
+    """Work items of dense segments: first value's index in the bucket and in the payload, number of values."""
     chunk_elements: int
     longest_row: int
     longest_column: int
     rank_width: int
-    """Rank, rounded up to a power of two."""
+    """The compressor's `rank`, rounded up to a power of two."""
 
 
 @cache
@@ -153,7 +153,7 @@ def _part_of(matrices, parts, COLUMNS: constexpr):
 def _project(
     bucket, residual, start_factors, proposal, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, ROWS: constexpr
 ):
-    """Compute M Q for some rows."""
+    """Compute M Q for the rows of one work item."""
     part, matrix, rows, columns = _part_of(matrices, parts, 2)
     start_factors += tl.load(matrix + Q_AT)
     row = tl.load(part + 1) + tl.arange(0, ROWS)
