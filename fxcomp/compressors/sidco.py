@@ -56,7 +56,7 @@ _THIN_SAMPLE_REACHED = 64
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """State of one segment. The fields are in the order of the state tensor."""
+    """State of one segment, fields in the state tensor's order."""
 
     stages: float = 2.0
     direction: float = 1.0

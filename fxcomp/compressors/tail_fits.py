@@ -105,7 +105,7 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 def mean_log(magnitudes: Tensor, count: int) -> float:
     """Return the mean logarithm of the nonzero magnitudes.
 
-    Exponents are added as integers. Mantissas are multiplied in groups of 512 before the logarithm.
+    Exponents are added; logarithms are taken of products of 512 mantissas.
     """
     power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
     magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
@@ -123,7 +123,7 @@ def mean_log(magnitudes: Tensor, count: int) -> float:
 
 
 def _sum(values: Tensor) -> float:
-    """Add every 512th value to one of 512 sums, then repeatedly add the upper half of the sums to the lower half."""
+    """Add every 512th value to one of 512 sums, then repeatedly add the upper half of sums to the lower."""
     lanes = values.new_zeros(_LANES)
     for row in pad(values, (0, -len(values) % _LANES)).view(-1, _LANES):
         lanes = lanes + row
@@ -188,7 +188,7 @@ def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
 
 
 def _log_gamma(x: float) -> float:
-    """Return ln Γ(x), accurate to 1e-13. Stirling's series needs x >= 10, so a smaller x is shifted first."""
+    """Return ln Γ(x), accurate to 1e-13. An x below 10 is shifted, for Stirling's series."""
     shift = 1.0
     while x < 10.0:
         shift *= x

@@ -194,7 +194,6 @@ def _decode_tile(
 
 @jit
 def _bytes_of(size, BITS: constexpr, SHAPE: constexpr):
-    """Return each code byte's index in a tile, and a mask of the bytes that exist."""
     BLOCK: constexpr = SHAPE[0]
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]

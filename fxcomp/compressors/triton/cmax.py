@@ -4,7 +4,7 @@
     settle    a program per segment: the scale, which determines the zero code, and the payload's padding
     send      a second pass: pack codes into the payload, and subtract their values from the residual
 
-Decoding is one pass, in which each value reads its chunk's code. A plane packs 8, 4, 2 or 1 bits of each code.
+Decoding is one pass, in which each value reads its chunk's code.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _settle(sections, sums, counts, payload, BITS: constexpr):
 
 @jit
 def _nothing(scale, BITS: constexpr):
-    """Return the code of a chunk of zeros; NO_CODE if `scale` has no sign bit, because then no chunk is zero."""
+    """Return the code of a chunk of zeros; NO_CODE if the sign bit of `scale` is 0, because then no chunk is zero."""
     drawn = (magnitude_of(scale).to(tl.uint32) * FACTOR) >> (32 - BITS)
     return tl.where(scale.to(tl.int32, bitcast=True) < 0, drawn.to(tl.int32), NO_CODE)
 
@@ -204,10 +204,6 @@ def _send_tile(
 
 @jit
 def _store_plane(plane, code, first, row, size, BITS: constexpr, WIDTH: constexpr, ROWS: constexpr, CHUNK: constexpr):
-    """Pack the lowest WIDTH bits of a tile's codes into a plane, if codes have a plane of this width.
-
-    Return the remaining bits.
-    """
     if BITS & WIDTH:
         IN_A_BYTE: constexpr = 8 // WIDTH
         bits = tl.reshape(code & ((1 << WIDTH) - 1), [ROWS // IN_A_BYTE, IN_A_BYTE])
@@ -279,7 +275,6 @@ def _decode_tile(
 
 @jit
 def _load_plane(plane, chunk, is_row, BITS: constexpr, WIDTH: constexpr):
-    """Read the chunks' bits from the plane of WIDTH bits per code, shifted to the position in a code."""
     if BITS & WIDTH:
         BELOW: constexpr = BITS & ~(2 * WIDTH - 1)
         at = chunk * WIDTH

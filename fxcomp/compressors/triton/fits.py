@@ -38,7 +38,7 @@ def _moments_above(sample, size, level):
 
 @jit
 def count_reaching(sample, size, bits):
-    """Count the sampled magnitudes >= `bits`, compared as bit patterns."""
+    """Count the sampled magnitudes whose bits are >= `bits`."""
     found = tl.zeros([LANES], tl.int32)
     first = size * 0
     while first < size:
@@ -134,7 +134,7 @@ def _inverse_gamma(shape, share):
 
 @jit
 def _mantissas(sample, size, at):
-    """Return mantissa, in [1, 2), and exponent of the magnitudes at indices `at`; 1 and 0 for zeros and padding."""
+    """Return mantissas and exponents of the magnitudes at `at`; 1 and 0 for zeros and padding."""
     bits = tl.maximum(tl.load(sample + at, at < size, other=0), 0)
     wide = bits.to(tl.float32, bitcast=True).to(tl.float64)
     wide = tl.where(wide > 0, wide, 1.0).to(tl.int64, bitcast=True)

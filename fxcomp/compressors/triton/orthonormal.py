@@ -39,7 +39,6 @@ def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bo
 
 @jit
 def _dot(one, other, length, scratch, PADDED: constexpr):
-    """Compute a dot product, summed first in registers, then in memory."""
     COUNT: constexpr = max(FOLD_WIDTH, PADDED // _FIRST)
     tl.debug_barrier()
     for first in range(0, COUNT, FOLD_WIDTH):
@@ -50,7 +49,6 @@ def _dot(one, other, length, scratch, PADDED: constexpr):
 
 @jit
 def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
-    """Sum the products of COUNT elements, at the indices `at`, `at` + STEP, ..."""
     if COUNT == 1:
         is_there = at < length
         return tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
@@ -61,7 +59,6 @@ def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _sum_in_memory(terms, COUNT: constexpr):
-    """Sum COUNT terms in rounds. A round replaces eight terms by one sum."""
     tl.debug_barrier()
     if COUNT <= 2 * _THEN:
         return _sum_of_terms(terms, 1, COUNT)
@@ -84,7 +81,7 @@ def _sum_of_terms(terms, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: constexpr):
-    """Subtract a vector's projection on the basis, twice because of rounding; return the length of the result."""
+    """Subtract a vector's projection on the basis, twice because of rounding; return the length left."""
     number = count * 0
     while number < 2 * count:
         other = basis + (number % tl.maximum(count, 1)) * length

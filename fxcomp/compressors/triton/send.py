@@ -10,7 +10,7 @@
 
 Only `gather` reads every value; then a warp reads each tile's list. The launches do not depend on the data. A decision
 is a magnitude and a count: larger values are sent, and `count` values of equal magnitude, in ascending place. An open
-decision has instead a rank: the magnitude of this rank, from the largest, is found digit by digit.
+decision has a rank, whose magnitude is found digit by digit.
 """
 
 from __future__ import annotations
@@ -86,10 +86,7 @@ def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, AB
 
 @jit
 def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
-    """Count leading digits. Digits within 64 of the lowest are counted locally first.
-
-    Most digits fall into few bins, and global additions to one bin are serialised.
-    """
+    """Count leading digits, most in a local histogram, because global additions to one bin are serialised."""
     digit = magnitude >> SHIFT
     lowest = tl.min(tl.where(is_there, digit, BINS - 1), axis=0)
     is_near = is_there & (digit - lowest < NEAR)
@@ -130,8 +127,8 @@ TALLY_COLUMNS = constant(3)  # numbers of values: at or above the first cut, at 
 def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> Tensor:
     """Fill the payload with the values that reach each segment's cut.
 
-    `cuts` has shape (2, segments). The second, lower cut applies if fewer than k / 2 values reach the first. Return a
-    tally of shape (segments, 3): the number of values that reach the first cut, that reach the second, not finite.
+    `cuts` has shape (2, segments). The second, lower cut applies if fewer than k / 2 values reach the first. Return the
+    tally, shape (segments, 3): numbers of values that reach the first cut, that reach the second, that are not finite.
     """
     device, tiles, count, segments = given.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
     places = torch.empty(count * TILE, dtype=torch.int16, device=device)
@@ -160,7 +157,6 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
 
 @jit
 def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
-    """List the values that reach the second cut, and fill the tally of `send`."""
     if lies_well(table, SHAPE):
         _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[4], SHAPE)
     else:
@@ -199,10 +195,7 @@ def _gather_tile(
 
 @jit
 def _open(sections, cuts, segments, tally, decisions):
-    """Choose a segment's first cut, or the second cut if fewer than k / 2 values reach the first.
-
-    Open the segment's decision if more values reach the chosen cut than the payload has slots.
-    """
+    """Choose a segment's cut, and open the segment's decision if more values reach the cut than there are slots."""
     segment = tl.program_id(0)
     section = sections + segment * SECTION_COLUMNS
     slots = tl.load(section + SLOTS).to(tl.int32)
@@ -254,7 +247,6 @@ def _read_values(values, first, length, TILE: constexpr):
 
 @jit
 def _count(table, values, lengths, decisions, counts, tiles, SHAPE: constexpr):
-    """Count a tile's values that are larger than the decision's magnitude, and its values that are equal to it."""
     segment, _ = segment_of(table)
     length = tl.load(lengths + tl.program_id(0))
     last = tl.load(decisions + segment * DECISION_COLUMNS + 1)
@@ -344,7 +336,7 @@ def _before(counts, ends, tile):
 
 @jit
 def _send_byte(payload, words, at, value, is_there, edge):
-    """Store a byte. From offset `edge` on, set bits atomically, because words may also have bits of the bit string."""
+    """Store a byte; from `edge` on atomically, because a word may also have bits of the bit string."""
     tl.store(payload + at, value.to(tl.uint8), is_there & (at < edge))
     _set_bits(words, 8 * at, value.to(tl.int32), is_there & (at >= edge))
 

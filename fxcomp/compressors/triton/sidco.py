@@ -7,8 +7,8 @@
     send      the pass over the bucket (`send.py`)
     control   compute the controllers' next state
 
-A sample of m values has t = m k / n. Exception to identical bits: a GPU's log and exp may differ from a CPU's in the
-last of 53 bits, which changes about one threshold in 10^8. Ranks need not agree on thresholds.
+For m sampled values, t = m k / n. Exception: a GPU's log and exp may differ from a CPU's in the last of 53 bits, which
+changes about one threshold in 10^8. Ranks need not agree on thresholds.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _taken(n, stride, calls):
 
 @jit
 def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
-    """Copy sampled magnitudes, as the bits of a float: 0 for values that are not finite, -1 as padding."""
+    """Copy the bits of sampled magnitudes: 0 for values that are not finite, -1 as padding."""
     at, size, _, _ = tile_of(table, SHAPE[3])
     segment, in_sample = segment_of(table)
     start, n, _, stride, _ = _row(rows, segment)
@@ -132,7 +132,7 @@ def _resampled_from(n, stride, calls):
 
 @jit
 def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: constexpr, WIDTH: constexpr):
-    """Compute a segment's threshold, or open a decision if it will be the t-th largest value of a sample."""
+    """Compute a segment's threshold, or open a decision if the t-th largest value of a sample replaces it."""
     segment = tl.program_id(0)
     _, n, k, stride, other_stride = _row(rows, segment)
     row = rows + segment * ROW_COLUMNS
@@ -179,7 +179,7 @@ def _resample(table, bucket, residual, state, rows, segments, sample, decisions,
 
 @jit
 def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
-    """Write a controller's next state. Keep the state if no distribution was fitted or a value is not finite."""
+    """Update a controller's state, unless no distribution was fitted or a value is not finite."""
     segment = tl.program_id(0)
     _, _, k, _, _ = _row(rows, segment)
     counted = tally + segment * TALLY_COLUMNS
@@ -235,6 +235,6 @@ def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
 
 @jit
 def _rank_in_sample(n, k, first, stride):
-    """Return t = length * k / n, rounded to an integer of at least 1, and the length of the thin sample."""
+    """Return t, at least 1, and the length of the thin sample."""
     length = (n - first + stride - 1) // stride
     return tl.maximum((2 * k * length + n) // (2 * n), 1), length

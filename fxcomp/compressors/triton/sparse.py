@@ -112,7 +112,7 @@ def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torc
 
 @jit
 def _ones(payload, sections, table):
-    """Return the bits of this program's part of a bit string, the segment, the section, and the first bit's index."""
+    """Return the bits of a part of a bit string, the segment, the section, and the first bit's index."""
     entry = table + tl.program_id(0).to(tl.int64) * BIT_COLUMNS
     segment = tl.load(entry)
     section = sections + segment * SECTION_COLUMNS
@@ -181,7 +181,7 @@ def _decode(
     RANKS: constexpr,
     SHAPE: constexpr,
 ):
-    """Compute a tile's mean over ranks, adding to `out` rank by rank; a tile of `out` fits the cache."""
+    """Compute a tile's mean over ranks."""
     if lies_well(table, SHAPE):
         _decode_tile(
             table, payloads, lists, out, sections, payload_words, list_elements, SHAPE[4], HAS_COUNTS, RANKS, SHAPE

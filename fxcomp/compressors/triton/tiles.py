@@ -38,8 +38,9 @@ class Tiles:
     in the segment, two columns with a kernel's own data.
     """
     shape: tuple[int, int, int, int, int]
-    """Values per block, width, rows, smallest and largest alignment of a tile. Kernels have code for both alignments.
-    An alignment is the largest power of two, at most 4, that divides a tile's start, its size and the block.
+    """Values per block, width, rows, smallest and largest alignment of the tiles.
+
+    A tile's alignment, 4, 2 or 1, divides start and size.
     """
     warps: int
 

@@ -33,7 +33,7 @@ LEADING = constant(DIGITS[0][0])  # lowest of the leading bits
 def _ranks(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return open decisions (`send.py`) for samples and for segments, and the table of samples.
 
-    A sample's rank is raised by four standard deviations of a Poisson variable, so that enough values reach the cut.
+    A sample's rank is raised by four standard deviations of a Poisson variable.
     Table columns: first value, stride, length.
     """
     sampled: list[tuple[int, int, int]] = []
@@ -141,7 +141,7 @@ def _histogram_of_stretch(table, bucket, residual, decisions, reached, histogram
 
 @jit
 def _keep(guesses, decisions, reached):
-    """Use the sample's cut, in `guesses`, as a segment's decision if at least k values reach the cut."""
+    """Use the sample's cut as a segment's decision if at least k values reach the cut."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_guessed = tl.load(reached + tl.program_id(0)) >= tl.load(decision + 2)
     tl.store(decision + 1, tl.load(guesses + tl.program_id(0) * DECISION_COLUMNS + 1), is_guessed)
