@@ -78,7 +78,7 @@ def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
     """Make a fit end at the shortest time of the largest size, so that larger sizes get the rate of long transfers.
 
     A fit weighs all sizes equally. Over 100 Mbit/s, fits were 5 to 7 % too low at 24 MB (measured, 2026-11). The time
-    is ignored if its distance to the fit is `DISTURBED`, or 2 * `DISTURBED` for a repeated size.
+    is ignored if it differs from the fit by `DISTURBED`, or by 2 * `DISTURBED` for a repeated size.
     """
     points, last = medians(samples), found.pieces[-1]
     largest = points[-1][0]

@@ -17,7 +17,7 @@ from typing import Any
 from fxcomp.cost.reading import FLAG, MOST, listed, null_or, number, record, whole, wrong
 
 SMALLEST = 64.0
-"""Prices up to this size are assumed linear."""
+"""Prices up to this size (bytes or elements) are assumed linear."""
 
 TOLERANCE = 1e-4
 """Maximum relative error in the middle of a line."""
