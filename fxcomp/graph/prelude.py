@@ -53,7 +53,7 @@ class QuestionStage:
     run: Callable[..., Sequence[Any]]
     """Returns the results that questions read, followed by values for later stages."""
     takes: tuple[int, ...]
-    """Indices of the arguments of `run` among the feeds, followed by values of earlier stages."""
+    """Indices of the arguments of `run` in a list: values of all feeds, then values of earlier stages."""
     questions: tuple[BatchQuestion, ...]
     reads: int
     """Number of results that questions read."""

@@ -112,7 +112,7 @@ def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
 
 
 def _in_kernels(gm: GraphModule, costs: CostTable, joins: bool) -> dict[Node, float]:
-    """Estimate forward and backward per kernel, in us; a kernel's first operator gets its time."""
+    """Estimate forward and backward per kernel, in us. The time belongs to the kernel's first operator."""
     found = dict.fromkeys((node for node in gm.graph.nodes if has_info(node) and info(node).role in BODY), 0.0)
     for kernel in kernels(gm, joins=joins):
         found[kernel.nodes[0]] = costs.roofline.us(kernel.flops, kernel.touched_bytes, kernel.math_type)

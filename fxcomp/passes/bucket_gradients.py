@@ -56,7 +56,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 class _PlacedGradient:
-    """A local gradient, its parts, and their means."""
+    """A rank's gradient, its parts, and the parts' means."""
 
     def __init__(self, graph: Graph, name: str, local: Node, extents: Sequence[range]) -> None:
         self.name, self.local = name, local
@@ -136,7 +136,7 @@ def _gather_bucket(
 
 
 def _scale_in_place(gradient: Node) -> None:
-    """Clip in place, because the unscaled gradient has no other user."""
+    """Clip in place, because no node reads the unclipped mean later."""
     for user in gradient.users:
         if info(user).role is Role.CLIP and user.target is torch.ops.aten.mul.Tensor:
             user.target = torch.ops.aten.mul_.Tensor

@@ -12,9 +12,9 @@ A value is recomputed if
 
 1. a few elementwise operators make it from parameters, the batch, or values that are kept in any case;
 2. backward reads it only in elementwise operators and sums, since a matrix product needs it in memory;
-3. neither the value nor its inputs are written in place or random.
+3. neither the value nor its inputs are random or written in place.
 
-So memory never increases. Each copy precedes its first user.
+So memory never increases.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Recomputation:
         """Copies of recomputed values, and of their views."""
 
     def operators_for(self, value: Node) -> Sequence[Node] | None:
-        """Return the operators that recompute a value when backward first reads it; None to keep it."""
+        """Return the operators that recompute a value for backward, or None if the value must be kept."""
         readers = self._readers.get(value)
         if not readers or not _is_elementwise(value) or not all(map(_reads_elementwise, readers)):
             return None

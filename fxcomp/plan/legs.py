@@ -116,7 +116,7 @@ class Encode:
     segments: tuple[tuple[int, ...], ...]
     unit: Unit
     place: int
-    """Index of the rank among ranks that compress different values of the same elements."""
+    """Index of this rank among the ranks that compress the same elements, with different values."""
     is_proposal: bool = False
 
     @property
@@ -150,7 +150,7 @@ class Send:
         return self.cut if isinstance(self.cut, tuple) else ()
 
     def works_on(self, held: int) -> int:
-        """Return the bytes that determine the price: `held`, or the largest of unequal joined parts."""
+        """Return the bytes that determine the price: the largest part if unequal parts are joined, else `held`."""
         return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
 
     @property

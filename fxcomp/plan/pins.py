@@ -158,7 +158,7 @@ class Pins:
                 )
 
     def _check_shared(self, rule: Rule, name: str, first: str, *, is_alone: bool) -> None:
-        """Raise BadOption if a rule matches a tensor's second name but does not decide its strategy."""
+        """Raise BadOption if a rule matches a tensor's second name but does not decide the tensor's strategy."""
         if not rule.matches(name) or rule.matches(first):
             return
         decides = self.rule_for(first)
