@@ -28,7 +28,7 @@ LARGEST_MEAN = 10.0
 """Largest absolute value of a shared mean, in units of the root of the frozen second moment.
 
 Cauchy-Schwarz bounds Adam's mean by (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) of this root: 7.3
-with default betas. A clamp to 10 thus keeps updates hardly larger than Adam's.
+with default betas. Clamping to 10 keeps updates hardly larger than Adam's.
 """
 
 
@@ -38,7 +38,7 @@ class NoMoment(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Bias correction, which grows to 1, of a magnitude that starts at zero."""
+    """Bias correction of a magnitude that starts at zero. The correction grows to 1."""
 
     number: Node
     power: int
@@ -62,9 +62,8 @@ class Moment:
 
     state: Node
     writes: tuple[Node, ...]
-    """Nodes that write `state`, in order."""
     entering: Node
-    """Value that the last write adds: the gradient, including coupled weight decay."""
+    """Value that the last write adds to `state`: the gradient, with coupled weight decay."""
     recovered: tuple[Node, ...]
     """Nodes that use `entering` in addition to the last write, as in Nesterov momentum."""
     magnitude: Magnitude | None

@@ -35,7 +35,6 @@ class BatchQuestion:
     reads: Mapping[str, int]
     """Index of each symbol's tensor in the stage's results."""
     answer: Any
-    """Answer at capture."""
 
     def answered(self, numbers: Sequence[Any]) -> Any:
         return self.answer_of({name: numbers[place] for name, place in self.reads.items()})
@@ -64,8 +63,6 @@ OtherAnswer = tuple[BatchQuestion, Any]
 
 
 class Prelude:
-    """Questions of one capture."""
-
     def __init__(self, feeds: Sequence[Feed], stages: Sequence[QuestionStage]):
         self._feeds, self._stages = tuple(feeds), tuple(stages)
 

@@ -60,7 +60,7 @@ def regions(gm: GraphModule) -> list[Region]:
 
 
 def _runs(gm: GraphModule) -> Iterator[list[Node] | Node]:
-    """Yield each line, and each run of plain nodes as a list. The end of backward also ends a run."""
+    """Yield lines, and runs of plain nodes as lists. The end of backward also ends a run."""
     run: list[Node] = []
     for node in gm.graph.nodes:
         if node.op != "call_function":

@@ -45,7 +45,7 @@ _CERTAIN = frozenset(
 )
 """Operators whose real results have the strides of their fakes, if all arguments have the strides of their fakes.
 
-The rule also holds for elementwise operators, except _UNCERTAIN. Measured on the CPU: 470 operators with transposed,
+Elementwise operators qualify too, except _UNCERTAIN. Measured on the CPU: 470 operators with transposed,
 channels_last and expanded arguments.
 """
 

@@ -56,7 +56,7 @@ def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
 
 
 def _elements(nodes: Sequence[Node]) -> float:
-    """Return the elements of the largest tensor; infinity keeps 16-bit updates on the CPU out of lists."""
+    """Return the largest tensor's number of elements; infinity keeps 16-bit updates on the CPU out of lists."""
     inputs = (each for node in nodes for each in (node, *node.all_input_nodes))
     tensors = [value for each in inputs if isinstance(value := each.meta.get("val"), Tensor)]
     is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)
@@ -99,7 +99,7 @@ def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], lau
 class Form(IntEnum):
     """Form of a value as a function of the gradient."""
 
-    NEUTRAL = 0  # independent of it
+    NEUTRAL = 0  # independent of the gradient
     LINEAR = 1
     MAGNITUDE = 2  # even in the gradient: a square, a norm, a root of a square
     BENT = 3
@@ -181,8 +181,6 @@ class UpdateReading:
         is_view = compat.is_operator(node.target) and compat.is_view(node.target)
         return self._at(node.all_input_nodes[0]) if is_view and node.all_input_nodes else node
 
-    # Forms
-
     def _form_of(self, node: Node) -> Form:
         name = name_of(node)
         inputs = [self.form[self._at(each)] for each in node.all_input_nodes]
@@ -213,8 +211,6 @@ class UpdateReading:
             return Form.BENT
         same = isinstance(first, Node) and isinstance(second, Node) and self._at(first) is self._at(second)
         return Form.MAGNITUDE if same or Form.BENT not in forms else Form.BENT
-
-    # Dependence on states and parameters
 
     def divides_by(self, states: Collection[Node]) -> bool:
         follows = self._following(states) if states else set[Node]()

@@ -180,7 +180,7 @@ def reads(node: Node, known: OperatorWork | None = None) -> Iterable[tuple[Node,
 
 
 def _counted_reads(node: Node) -> Iterator[tuple[Node, float]]:
-    """Yield each argument, and the bytes read of it. A lookup reads the returned rows, batch norm its input twice."""
+    """Yield each argument and its bytes read. A lookup reads only returned rows; batch norm reads its input twice."""
     name = name_of(node.target) if compat.is_operator(node.target) else ""
     sizes = [sum(map(tensor_bytes, tensors(each.meta.get("val")))) for each in node.all_input_nodes]
     made, again = sum(map(tensor_bytes, tensors(node.meta.get("val")))), _READ_TWICE.get(name, 0)
@@ -260,7 +260,7 @@ def _is_torchs(target: Any) -> bool:
 
 
 def _is_ours(target: Any) -> bool:
-    """Return whether an operator is fxcomp's or a collective. Both kinds have separate prices."""
+    """Return whether an operator is fxcomp's or a collective. Both are priced separately."""
     return compat.is_operator(target) and str(target).partition(".")[0] in ("fxcomp", "_c10d_functional")
 
 

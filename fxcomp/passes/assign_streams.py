@@ -11,7 +11,7 @@ Compressors on the host get the pool's streams, collectives the link of their le
 (`graph/lines.py`).
 
 On an asynchronous device, a bucket that is compressed or sent in stages runs on the side stream, so that compute does
-not wait. Predictions count it as compute, because the two streams share the device.
+not wait. Predictions count the side stream as compute, because both streams share the device.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class _PlacedGradient:
         return next(reversed(self.parts.values()))
 
     def join(self, graph: Graph, number: int, order: Mapping[Node, int]) -> None:
-        """Join the parts; `number` is the bucket that completes them."""
+        """Join the means of all parts; `number` is the bucket of the last mean."""
         parts = [self.arrived[start] for start in sorted(self.arrived)]
         label = NodeInfo(Role.UNPACK, self.name, bucket=number)
         with graph.inserting_before(min(self.wait.users, key=order.__getitem__)):

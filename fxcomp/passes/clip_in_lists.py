@@ -11,8 +11,8 @@
     - %mul_4                 clip  f32[2]    aten.mul_.Tensor(%view_default, %clamp)
     + %_foreach_mul__tensor  clip  NoneType  aten._foreach_mul_.Tensor([%wait_0], %clamp)
 
-Gradients outside of buckets are themselves items of the lists. The norm of the buckets' norms differs in the
-last bits from the norm of the gradients' norms.
+Gradients outside of buckets are themselves items of the lists. The norm over buckets differs in the last bits
+from the norm over gradients.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def lower_strategies(
 
 
 class _Lowering:
-    """Writes the nodes of one bucket between its pack and its use."""
+    """Writes the nodes of one bucket between the pack and the use of the mean."""
 
     def __init__(self, gm: GraphModule, number: int, bucket: Bucket, pack: Node) -> None:
         self.graph, self.number, self.bucket, self.pack = gm.graph, number, bucket, pack
@@ -183,7 +183,7 @@ class _Lowering:
         return call(self.graph, target, args, label, name=self._named(f"{name}_{self.number}{suffix}"), kwargs=kwargs)
 
     def _named(self, name: str) -> str:
-        """Append a count to a repeated name. torch.fx would increase the bucket's number instead."""
+        """Append a count to a repeated name, because torch.fx would increase the bucket's number in the name."""
         again = self.names[name]
         self.names[name] += 1
         return f"{name}_{again}" if again else name

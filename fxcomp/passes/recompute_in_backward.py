@@ -6,7 +6,7 @@
       %mul_4                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %mm_1)
 
 Runs where Inductor compiles regions, because there an elementwise operator costs about as much as reading its result.
-Inductor does the same only inside a region.
+Inductor recomputes only inside a region.
 
 A value is recomputed if
 
@@ -34,7 +34,7 @@ from fxcomp.graph.kernels import is_view, memory_of
 from fxcomp.graph.regions import BODY
 
 MOST_OPERATORS = 12
-"""Most operators recomputed for one value."""
+"""Maximum number of operators that recompute one value."""
 
 
 def recompute_in_backward(gm: GraphModule, devices: Collection[str]) -> GraphModule:

@@ -47,8 +47,8 @@ def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gau
     """Return the relative squared error of a strategy, by default on Gaussian gradients.
 
     Gradients are assumed to be orthogonal between ranks: averaging keeps the relative error, and a second compression
-    adds its own. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2). Errors
-    measured on gradients (`ErrorTable.error_of`) are also used for their sums.
+    adds a second error. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2). Errors
+    measured on gradients (`ErrorTable.error_of`) are also used for sums of gradients.
     """
     return float(strategy_errors(strategy, cluster, error_of))
 
@@ -128,7 +128,7 @@ class ErrorBudget:
     """Error limit of a plan."""
 
     text: str
-    """Number, mode's name, or uniform setting."""
+    """Number, name of a mode, or one setting for all gradients, as in `like`."""
 
     @classmethod
     def parse(cls, text: str) -> ErrorBudget:

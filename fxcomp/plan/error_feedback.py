@@ -33,7 +33,7 @@ class UpdateKind(Enum):
     TRUST_RATIO = "divided by a mean of the gradient's magnitude, and scaled by a ratio of norms"  # LAMB
     OTHER = "not linear in the gradient"  # signs, LARS: not measured
 
-    __hash__ = object.__hash__  # Enum's own runs in Python
+    __hash__ = object.__hash__
 
     @property
     def is_linear(self) -> bool:

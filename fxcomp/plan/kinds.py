@@ -124,7 +124,7 @@ class CollectiveKind(Enum):
 
     @property
     def is_rooted(self) -> bool:
-        """True if only the root holds all values before or after."""
+        """True if only the root holds all values before or after the collective."""
         return self in (CollectiveKind.REDUCE, CollectiveKind.GATHER, CollectiveKind.BROADCAST)
 
     @property
@@ -160,4 +160,4 @@ time follows from all_gather's.
 
 
 ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with a separate peak throughput. Its name includes the element type: `bf16 attention`."""
+"""Kernels with a separate peak throughput, named by element type: `bf16 attention`."""

@@ -32,7 +32,7 @@ Piece = range
 
 @lru_cache(maxsize=1024)
 def shards(edges: tuple[int, ...], piece: Piece, ranks: int, grain: int) -> list[Piece]:
-    """Cut a piece into one shard per rank. `edges` holds 0 and the parameters' ends."""
+    """Cut a piece into one shard per rank. `edges` holds 0 and the parameters' ends; for `grain` see `cut_points`."""
     borders = cut_points(segments_of(edges, piece), ranks, grain)
     return [range(piece.start + a, piece.start + b) for a, b in pairwise(borders)]
 
@@ -136,7 +136,7 @@ class Send:
     level: Level
     cut: Cut
     place: int
-    """Rank in the process group."""
+    """Index of this rank in the process group."""
     ranks: int
     """Group size; a group of one sends nothing."""
     itemsize: int
@@ -169,7 +169,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Reordering of `outer` rows, each with parts of these sizes: part 0 of all rows first, then part 1, ..."""
+    """Reordering of `outer` rows, each with parts of `sizes` elements: part 0 of all rows first, then part 1, ..."""
 
     outer: int
     sizes: tuple[int, ...]

@@ -178,9 +178,10 @@ class Plan:
         return bool(self.moved)
 
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
-        """Return the plan that exchanges momenta in compressed buckets and in buckets that share a parameter with them.
+        """Return the plan that exchanges momenta in compressed buckets.
 
-        Parameters in `staying` keep exchanging gradients, unless they share a bucket with a moved parameter.
+        Buckets that share a parameter with a compressed bucket do too. Parameters in `staying` keep exchanging
+        gradients, unless they share a bucket with a moved parameter.
         """
         compressed = {n for b in self.buckets if not b.strategy.is_dense for n in b.names}
         moved = {*self.moved, *(compressed - set(staying))}
