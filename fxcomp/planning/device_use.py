@@ -23,7 +23,7 @@ from fxcomp.report.device import DeviceUse, StepOnDevice
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
 
 WORTH_SAYING = 0.05
-"""Minimum fraction of the kernels' time that an advised setting saves."""
+"""A setting is advised if it saves more than this fraction of the kernels' time."""
 
 
 @compat.outside_function_modes()
