@@ -112,7 +112,7 @@ def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
 
 
 def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> Collective:
-    """Return a strategy's collective number `place` of a kind."""
+    """Return the collective at index `place` among a strategy's collectives of one kind."""
     alike = [each for each in bucket.strategy.collectives if each.kind is kind] if bucket is not None else []
     if alike:
         return alike[min(place, len(alike) - 1)]
