@@ -59,7 +59,7 @@ class Buffers:
         return self.like(name, value).copy_(value)
 
     def extended(self, name: str, value: Tensor, more: int) -> Tensor:
-        """Append `more` elements, at most `ROOM`, to a value: in place if it is a whole buffer, else in a copy."""
+        """Append `more` elements, at most `ROOM`, to a value: in place if the value fills a buffer, else in a copy."""
         if value.is_contiguous() and self._rooms.get(value.data_ptr()) == value.nbytes > 0:
             return value.as_strided((value.numel() + more,), (1,))
         copy = self.take(f"{name}_extended", value.numel() + more, value.dtype, value.device)

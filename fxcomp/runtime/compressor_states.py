@@ -55,7 +55,7 @@ class _PartState:
         return self.name, self.slot, self.part.start
 
     def is_shared(self) -> bool:
-        """Return whether all ranks must have equal state: payloads are summed, and fresh state ignores the rank."""
+        """Return whether payloads are summed and fresh state ignores the rank. Then all ranks need equal state."""
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
