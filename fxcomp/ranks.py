@@ -322,10 +322,10 @@ class Ranks:
 
 
 def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
-    """Return the cluster of a live process group, with the ranks of `group` (default: all) in its order.
+    """Return the cluster of a live process group, with the ranks of `group` (default: all) in group order.
 
-    Every rank of the group calls it; they exchange host names through the store. `intra` and `inter` are the links
-    inside and between hosts, assumed by default; `compile_step` without `cluster=` measures them. The topology of a
+    Every rank of the group calls it. Ranks exchange host names through the store. `intra` and `inter` are the links
+    inside and between hosts, assumed by default; `compile_step` without `cluster=` measures links. The topology of a
     group that shares links with others is
     `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
     """

@@ -51,7 +51,7 @@ from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 
 SMALLEST_ERROR = 0.05
-"""Lower bound on `CostTable.error`: the median error over models, links and plans (docs/costs.md)."""
+"""Lower bound on the relative error of predicted times: the median over models, links and plans (docs/costs.md)."""
 
 LARGEST_ERROR = 0.5
 
@@ -68,7 +68,7 @@ def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs
     """Add the slowest rank's costs of dense steps to a table.
 
     Every rank passes its HELD and OVERLAPPED steps. `feed_us` is the host time before a step's program, in µs.
-    Operators are assumed to have equal shares of compute on all ranks.
+    Each operator's share of compute is assumed equal on all ranks.
     """
     ranks, program = site.ranks, steps[0].program
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
@@ -127,8 +127,8 @@ class Planner:
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
         """Return the given plan, or choose a plan by given or measured costs.
 
-        If the step includes its optimizer (`is_whole`) and plans may race, choose by an earlier job's costs. Without
-        an earlier job, return the dense plan provisionally.
+        If no costs are given, the step includes its optimizer (`is_whole`) and plans may race, choose by an earlier
+        job's costs. Without an earlier job, return the dense plan provisionally.
         Raises BadPlan or BadOption if a given plan or pins do not fit.
         """
         compress = self.options.compress

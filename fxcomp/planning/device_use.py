@@ -84,7 +84,7 @@ def _attention(listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _advice(listed: Sequence[Kernel], preset: Preset) -> list[str]:
-    """Return advice on settings that speed up matrix products, by the device's peak rates."""
+    """Return advice on settings that speed up matrix products, estimated from the device's peak rates."""
     roofline = preset.roofline
 
     def us(instead: Mapping[str, str]) -> float:

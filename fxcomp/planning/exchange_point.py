@@ -68,7 +68,7 @@ class PointChooser:
         return replace(taken, runners=runners_at_momenta(plan, prices, dense_us)), prices.workload, ()
 
     def _movable(self, workload: Workload) -> list[str]:
-        """Return the parameters whose momenta may be exchanged. Raises BadOption."""
+        """Return the parameters whose momenta may be exchanged. Raises BadOption if there are none."""
         steps = self.options.compress.steps
         if not self.kinds:
             raise BadOption("this frontend does not see the optimizer, which fxcomp.compile_step does")
@@ -90,7 +90,7 @@ class PointChooser:
         return moved
 
     def _check(self, plan: Plan, workload: Workload) -> None:
-        """Raise the BadOption and BadPlan that compile_step would raise."""
+        """Raise BadOption or BadPlan if this plan may not exchange momenta."""
         if set(self.kinds) != {UpdateKind.SECOND_MOMENT}:
             raise BadOption("only under Adam's kind of update has a job kept dense's loss by momenta")
         if not plan.moves_exchange:
@@ -129,7 +129,7 @@ def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms)
 
 
 def runners_at_momenta(plan: Plan, prices: StepPrices, dense_us: Sequence[float]) -> tuple[Runner, ...]:
-    """Return two runners, the plan and bf16 in the same buckets, because only plans of one exchange point can race."""
+    """Return two runners: the plan, and bf16 momenta in the same buckets. A race has only one exchange point."""
     ways = one_shot_ways(compressors.BF16(), prices.cluster, offload=prices.costs.offloads)
     controls = [
         plan.with_strategies([way if each.at is ExchangePoint.MOMENTUM else each.strategy for each in plan.buckets])

@@ -95,7 +95,7 @@ class TimedCollectives:
         return self.slowest(passed)
 
     def trouble(self, kind: CollectiveKind) -> str | None:
-        """Return the backend's error if it lacks a collective, else None. Every rank calls it.
+        """Return the backend's error if the backend lacks a collective, else None. Every rank calls it.
 
         Errors of a collective that steps need are raised.
         """

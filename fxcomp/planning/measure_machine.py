@@ -58,7 +58,7 @@ def costs_of_memory(device: torch.device) -> CostTable:
 def compressor_costs(
     compressors: Sequence[Compressor], device: torch.device, threads: Sequence[int] = ()
 ) -> dict[str, CompressorCost]:
-    """Measure compressors on the device and in the host's pool; without a GPU both are the same.
+    """Measure compressors on the device and in the host's pool. Without a GPU, results are equal.
 
     `threads` lists CPU thread counts to measure with (default: the current count).
     """

@@ -53,7 +53,7 @@ class Way(Enum):
 
 
 class HeldCollectives:
-    """A runtime that starts all pending collectives at the first wait, in line order."""
+    """A runtime whose waits start all pending collectives, in line order."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -233,7 +233,7 @@ class Explanation:
 
     @property
     def allowed(self) -> float | None:
-        """Relative squared error that the budget allows."""
+        """Relative squared error that the budget allows; None without a budget."""
         return None if self.budget is None else self.budget.limit(self.workload.shapes, self.cluster)
 
     @property
@@ -269,7 +269,7 @@ _MODES = {mode.value: mode for mode in Mode}
 
 
 def machine_of(costs: CostTable) -> str:
-    """Return the machine of a table: `NVIDIA H200, torch 2.13, 2026-11-20`."""
+    """Return the machine of a cost table: `NVIDIA H200, torch 2.13, 2026-11-20`."""
     return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
 
 

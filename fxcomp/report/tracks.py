@@ -53,7 +53,7 @@ def tracks_of(explanation: Explanation) -> list[Track]:
 
 
 def predicted_tracks(explanation: Explanation) -> list[Track]:
-    """Return the predicted steps of the dense plan, if compared, and of this plan."""
+    """Return the predicted steps of the dense plan, if plans were compared, and of this plan."""
     dense, choice = explanation.dense_timeline, explanation.choice
     above = [] if dense is None or choice is None else [Track("dense", dense, choice.dense)]
     name = "chosen" if explanation.is_chosen else "this plan"

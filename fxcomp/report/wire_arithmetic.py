@@ -158,7 +158,7 @@ def compression_of(
 def _link_per_rank(cluster: Cluster, level: Level) -> float:
     """Return bandwidth of a ring's limiting link / bandwidth per rank.
 
-    The limiting link is between hosts if there are several.
+    With several hosts, this link is between hosts.
     """
     way = pattern_of(CollectiveKind.ALL_REDUCE)
     if cluster.hosts == 1:

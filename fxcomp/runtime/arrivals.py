@@ -5,8 +5,7 @@ If torch.compile silently falls back to eager code, unaveraged gradients reach `
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
     autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-A parameter's Arrivals is a hook of `Tensor.register_hook`, shared by all models with that parameter. Copies of a
-parameter have no hooks.
+A parameter's Arrivals is a hook of `Tensor.register_hook`, shared by all models with that parameter.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Buffers:
     def take_packed(
         self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the buffer for packed gradients, in dtype `wanted` if given, and each gradient's view of it."""
+        """Return the buffer for packed gradients, in dtype `wanted` if given, and a view for each gradient."""
         dtype = packed_dtype(gradients, wanted)
         flat = self.take(name, sum(packed_sizes(gradients, wanted)), dtype, gradients[0].device)
         types = tuple((gradient.shape, wanted or gradient.dtype) for gradient in gradients)

@@ -71,7 +71,7 @@ def draw(explanation: Explanation, tracks: Sequence[Track]) -> Sequence[Drawing]
 
 
 def list_tasks(explanation: Explanation, tracks: Sequence[Track]) -> Drawing:
-    """List every task of every track. A task refers to its source by number, because sources are long and few."""
+    """List every task of every track. A task refers to its source by number."""
     sources: dict[str, int] = {}
     return drawn("tasks", [(track.name, _table(explanation, track, sources)) for track in tracks], sources)
 
