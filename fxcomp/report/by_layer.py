@@ -45,7 +45,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Squared error relative to the row's squares; None if those are zero."""
+        """Squared error relative to the row's squares; None if the squares are zero."""
         return self.spent / self.squares if self.squares > 0 else None
 
 
