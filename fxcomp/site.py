@@ -70,8 +70,6 @@ NOBODY = Beside(ALONE)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Ranks, cluster, network and device, as used by one rank."""
-
     ranks: Ranks
     cluster: Cluster
     transport: Transport
@@ -119,7 +117,6 @@ class Site:
         self.ranks.extend(self.transport, plan)
 
     def sum_over_ranks(self, value: Tensor) -> None:
-        """Sum a tensor over all ranks, in place. Every rank calls it."""
         self.transport.all_reduce(value, "world", "main").wait()
 
     def gather_numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:

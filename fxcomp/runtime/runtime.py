@@ -42,7 +42,7 @@ class Counters:
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Input bytes of this rank's collectives, by kind and level of the collective."""
     skipped: bool = False
-    """True if the step changed no parameter, because it found a value that is not finite."""
+    """True if the step found a non-finite value, and so changed no parameter."""
 
     def count(self, kind: str, level: str, sent: int) -> None:
         self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
@@ -57,9 +57,7 @@ def restore(state: Tensor, saved: Tensor | OnHost) -> None:
 
 
 class Runtime:
-    """Implements the lines of one step function. Another function needs another Runtime, because buffers are keyed by
-    line name.
-    """
+    """Lines of one step function. Step functions share no Runtime, because buffers are keyed by line name."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
@@ -181,9 +179,7 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """Return the result of a collective. If the pool launched the collective, the result is a future; otherwise
-        wait, and count the wait as exposed.
-        """
+        """Return the result of a collective: a future if the pool launched it, otherwise after an exposed wait."""
         if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)

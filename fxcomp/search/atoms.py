@@ -5,8 +5,7 @@
 
 A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
 not overlap. If all stages take time S, the longest stage M and a message's latency o, C atoms take
-S/C + (C-1)/C · M + C · o. Four atoms save three quarters of the possible time; more would slow the search down. The
-search joins atoms if messages are expensive.
+S/C + (C-1)/C · M + C · o. Four atoms save three quarters of the possible time; more would slow the search down.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ of error, the mean is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - 
 (`is_bursty`) has a second price. All λ, prices and k give a bound; a numerical search maximizes it. The step is also at
 least the time until any single gradient has been updated.
 
-The bound holds for every plan that `choose` may return: buckets of gradients, or of parts of large gradients, with the
-mode's strategies.
+The bound holds for every plan that `choose` may return.
 """
 
 from __future__ import annotations
@@ -253,7 +252,6 @@ class _BoundSums:
         return float(us) + _cheapest(fixed, later, np.array(counts))
 
     def best_at(self, weights: dict[int, float], name: int, least: float) -> tuple[float, float]:
-        """Search one weight on a logarithmic scale; return the best bound and the weight."""
 
         def at(value: float) -> float:
             return self.us({**weights, name: value})

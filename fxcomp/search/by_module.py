@@ -86,7 +86,6 @@ class ModuleTime:
 def module_times(
     plan: Plan, workload: Workload, costs: CostTable, cluster: Cluster, *, overlaps: bool
 ) -> tuple[ModuleTime, ...]:
-    """Predict the times of a plan's modules, in plan order."""
     pricing = _Pricing(workload, plan.buckets, costs, cluster, overlaps=overlaps)
     return tuple(
         ModuleTime(ready, pricing.own_us(k, SCATTERED), pricing.own_us(k, bucket.strategy))
@@ -118,8 +117,6 @@ def choose_by_module(
 
 
 class _Pricing:
-    """Prices of modules, in ready order."""
-
     def __init__(
         self, workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, *, overlaps: bool
     ) -> None:
@@ -129,9 +126,7 @@ class _Pricing:
         self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
 
     def own_us(self, number: int, strategy: Strategy) -> float:
-        """Return a module's own time, in µs. It includes the gather of parameters if collectives overlap compute,
-        because the gather then shares the wire.
-        """
+        """Return a module's own time, in µs; on a GPU with the gather of parameters, which shares the wire."""
         us = sum(task.duration_us for task in self._tasks(number, strategy))
         if self._overlaps:
             gather = f"{CollectiveKind.ALL_GATHER.value} "

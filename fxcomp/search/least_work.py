@@ -62,8 +62,6 @@ def line_below(price: Callable[[float], float], breaks: Sequence[float], largest
 
 @dataclass
 class LeastWork:
-    """Linear lower bounds of prices, cached."""
-
     costs: CostTable
     cluster: Cluster
     elements: int
@@ -94,8 +92,6 @@ class LeastWork:
 
 
 class _LeastWorkWriter:
-    """Adds up the bounds of a bucket's operations."""
-
     def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
         self.work, self.costs, self.cluster = work, work.costs, work.cluster

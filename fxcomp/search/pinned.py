@@ -32,8 +32,6 @@ class PinnedStrand:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Pins of one workload on one cluster."""
-
     strands: tuple[PinnedStrand, ...] = ()
     lost: float = 0.0
     """Largest possible error of the pinned gradients, in elements."""

@@ -52,8 +52,6 @@ class Solved:
 
 
 class Resolve:
-    """Search that runs in short calls of `turn`."""
-
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, *, moves: bool = True) -> None:
         self._prices, self._plan, self._terms = prices, plan, terms
         self._moves = moves

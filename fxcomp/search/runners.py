@@ -33,7 +33,7 @@ OTHERS = 2
 """Maximum number of runners besides dense, bf16 and predicted best."""
 
 DIFFERENT = 0.25
-"""Minimum fraction of elements in which a plan's compressors or levels differ from those of each picked runner."""
+"""Minimum fraction of elements for which a plan has other compressors or levels than each picked runner."""
 
 NEARLY_ALL = 0.02
 """Replaces DIFFERENT for the bf16 plan."""

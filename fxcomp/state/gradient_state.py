@@ -98,8 +98,7 @@ def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Shar
     """Fill shared compressor states that this rank lacks from a rank that has them. Every rank calls it.
 
     Ranks that compress equal values must draw equal random bits, or their payloads would differ, so they share states
-    with equal labels. After loading or a change of plan some ranks may lack a state. Returns the labels of states that
-    all ranks lack.
+    with equal labels. Returns the labels of states that all ranks lack.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
@@ -182,8 +181,7 @@ class GradientState:
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
         """Return flat tensors, by parameter, that replace the residuals if this state is dropped.
 
-        The rank adds these tensors to its next gradients, whose weight in the mean is 1/ranks. Ranks do not
-        communicate.
+        The rank adds these tensors to its next gradients, whose weight in the mean is 1/ranks.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:

@@ -9,9 +9,7 @@ number of ranks,
   weights), and other slots start at zero;
 - values that no slot covers are owed.
 
-For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. In a two-shot strategy, the first
-residual has weight 1/ranks, and the second, of the mean, has weight 1 on its owner. Splitting R keeps the next payloads
-small.
+For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two.
 """
 
 from __future__ import annotations

@@ -57,10 +57,7 @@ class Sums:
             torch.mul(self._scale.inverse, 1.0 if is_weighted else self._length / ends_after, out=self.factor)
 
     def seed(self, *, is_weighted: bool) -> Tensor:
-        """Return the initial gradient of a micro-batch's backward pass, scale / length; the scale for weighted losses.
-
-        So fp16 gradients overflow as in a loop that divides the loss by the group length.
-        """
+        """Return a micro-batch's initial gradient for backward: scale / length, or the scale for weighted losses."""
         assert self._scale is not None, "only a scaled loss has a seed"
         scale = self._scale.scale
         return scale if is_weighted or self._length == 1 else scale / self._length

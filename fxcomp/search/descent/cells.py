@@ -155,8 +155,7 @@ def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[l
         a vector of 3e9 elements, topk(0.01)       indices exceed 31 bits: no bucket with the vector
         a matrix of 3e9 elements in four atoms     no bucket with three of the atoms
 
-    A single parameter that is too large for its compressor raises BadOption. A compressor that accepts a parameter
-    accepts all smaller parameters.
+    A single parameter that is too large for its compressor raises BadOption.
     """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:

@@ -18,8 +18,6 @@ from fxcomp.search.plan_tasks import StepPrices
 
 
 class Engine(Protocol):
-    """Interface of the search engines."""
-
     def values(self, plans: Sequence[Parts]) -> list[Value]:
         """Predict step time and error of plans."""
         ...
@@ -50,8 +48,6 @@ class _EngineLimits(ctypes.Structure):
 
 
 class Compiled:
-    """The search in C++."""
-
     def __init__(self, problem: Problem) -> None:
         self._problem = problem  # keeps alive the arrays that C++ reads
         self._columns = problem.for_kernels

@@ -87,7 +87,6 @@ class PlanSearch:
         self.shares = bool(self.problem.shares)
 
     def at(self, prices: StepPrices) -> None:
-        """Change the prices, e.g. for links of another bandwidth."""
         self.prices = prices
         self.problem = self.problems.at(prices, self.question.bounds)
         self.engine = self._engine(self.problem, self.strands)
@@ -130,7 +129,6 @@ class PlanSearch:
             yield self.improved(found.parts, limits)
 
     def quick(self, *, dense_only: bool) -> Found:
-        """Return a fast plan, found with low effort."""
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
         return self.improved(best.parts, QUICK._replace(dense_only=dense_only))
 
@@ -276,7 +274,6 @@ class PlanSearch:
         return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
 
     def improved(self, parts: Parts, limits: Limits) -> Found:
-        """Change a plan until no change helps or the limits are reached."""
         found, _ = self.engine.improve(parts, limits)
         return Found(found, self.engine.values([found])[0], self.strands)
 

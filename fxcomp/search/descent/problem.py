@@ -65,8 +65,6 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of the search kernels: arrays, times and limits, counts and flags, in the order of the C++ struct."""
-
     strand_cells: array[int]
     last: array[int]
     """Per cell: index of its last gradient."""
@@ -158,7 +156,6 @@ class Problem:
 
     @cached_property
     def for_kernels(self) -> ctypes.Structure:
-        """The C++ struct, which points to these arrays."""
         made = _ProblemColumns()
         for each in fields(self):
             value = getattr(self, each.name)

@@ -31,7 +31,6 @@ class Effort(NamedTuple):
     tails: int
     """Number of options that kicks try for a part cut off the last bucket."""
     prices: int
-    """Number of prices of error to try."""
 
 
 ALONE = Effort(
@@ -112,8 +111,8 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
         end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
     end(j, e) is the time at which one queue finishes the buckets of cells before j, with total error at most e. The
-    first start omits the compute stream's time. A descent may miss these starts, because each of its changes must keep
-    the limit: it cannot first compress a slow layer more and then others less.
+    first start omits the compute stream's time. A descent may miss these starts, because each change must keep the
+    limit.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]

@@ -9,8 +9,8 @@
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
 A `BucketWriter` writes the tasks of one large probe bucket, with a `_Recorder` in place of the cost table. Each size is
-stored as its ratio to a `Feature` of the probe: its elements, or a compressor's bytes. The largest shard exceeds its
-ratio, because borders are rounded to a compressor's blocks; this excess, averaged over odd-sized probes, is added.
+stored as the ratio to a `Feature` of the probe: elements, or a compressor's bytes. The largest shard is larger, because
+borders are rounded to a compressor's blocks; the average excess of odd-sized probes is added.
 """
 
 from __future__ import annotations
@@ -105,8 +105,6 @@ class TaskTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Tasks of a strategy's buckets, of any size."""
-
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
     arrival: tuple[int, ...]
