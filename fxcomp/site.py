@@ -75,7 +75,7 @@ class Site:
     transport: Transport
     device: torch.device
     beside: Beside = NOBODY
-    """Groups that share links and hosts with these ranks."""
+    """Groups that share links and hosts with this site's ranks."""
 
     @classmethod
     def of(cls, ranks: Ranks, cluster: Cluster | None, device: torch.device, beside: Beside = NOBODY) -> Site:

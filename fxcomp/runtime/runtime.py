@@ -185,7 +185,7 @@ class Runtime:
         return self._exposed(flight.finish)
 
     def join(self, *values: Tensor) -> None:
-        """Make the compute stream wait for the side stream. Network waits of the side stream meanwhile are exposed."""
+        """Make the compute stream wait for the side stream. Meanwhile, network waits of the side stream are exposed."""
         start = self.clock.look()
         self.side.join(*values)
         self.counters.waits.for_aside.append((start, self.clock.look()))

@@ -153,8 +153,8 @@ class Groups:
         compat.destroy_groups(handles)
 
     def give_back(self) -> None:
-        """Close busy groups now, and idle groups when `given_back` allows: their last collective may still run on a
-        device or another rank.
+        """Close busy groups at once. Close idle groups in `given_back`, because a device or another rank may still run
+        their last collective.
         """
         world = compat.world()
         if world is None or not self.is_idle:

@@ -159,7 +159,7 @@ class _Bound:
         return known or self.work.of(self.strategies[number], kind, gradient.shape, is_cut=is_cut)
 
     def _of_any(self, kind: ElementType) -> list[Least]:
-        """Return least work per strategy. Its `fixed_us` holds for all gradients of the type."""
+        """Return each strategy's least work. Only `fixed_us` holds for all gradients of the type."""
         of_type = [gradient for gradient in self.workload.gradients if gradient.element_type is kind]
         gradient = max(of_type, key=lambda each: each.elements)
         return [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
@@ -180,7 +180,7 @@ class _Bound:
     def _path_us(self) -> float:
         """Return a lower bound on the time until every gradient has been updated, in µs.
 
-        A cut gradient counts with one element, because a bucket may hold no more of it.
+        A cut gradient counts with one element, because a bucket may hold only one.
         """
         best = 0.0
         for kind in self.kinds:

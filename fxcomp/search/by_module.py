@@ -220,7 +220,7 @@ class _Search:
         return Runner(name, self._plan(strategies), self._step_us(strategies), float(name == PREDICTED_BEST), loss)
 
     def _improved(self, start: list[Strategy]) -> list[Strategy]:
-        """Change one module's strategy at a time while the step gets shorter, starting with the longest module."""
+        """Change one module's strategy at a time while the step gets shorter, the longest dense module first."""
         order = sorted(range(len(start)), key=lambda k: -self._own_us[k][SCATTERED])
         best, best_us = list(start), self._step_us(start)
         for _ in range(_ROUNDS):

@@ -74,7 +74,7 @@ class LeastWork:
     ) -> Least:
         """Bound buckets of an element type with this strategy. Pass the gradient's `shape` if payloads depend on it.
 
-        `is_cut` bounds parts of the gradient: their proposals cost nothing, because small parts may need none.
+        With `is_cut` the bound omits proposals, because small parts of a gradient may need none.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster, element_type=element_type)

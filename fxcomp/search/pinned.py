@@ -66,7 +66,7 @@ class Pinned:
         return self.lost > lossable * (1 + SAME)
 
     def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:
-        """Return a plan's limits, in elements. Pinned gradients that exceed a limit raise it."""
+        """Return a plan's limits, in elements: at least the error and bursts of the pinned gradients."""
         bursting = math.inf if bursts >= 1 else max(workload.elements * bursts, self.bursting)
         return Bounds(max(lossable, self.lost) * (1 + SAME), bursting)
 

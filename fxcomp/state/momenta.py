@@ -253,7 +253,7 @@ class SavedMomenta(NamedTuple):
     is_thawed: bool
     thaws: int
     freezes_at: int | None
-    """Step of the last or next freeze. None: the planned step, or, if `is_thawed`, no other freeze."""
+    """Step of the last or next freeze. None: the planned step, or, if `is_thawed`, no further freeze."""
 
     @classmethod
     def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:

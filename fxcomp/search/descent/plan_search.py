@@ -260,7 +260,7 @@ class PlanSearch:
         return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
-        """Return up to `count` starts: the best half, then the best of each strategy that is not among them."""
+        """Return up to `count` starts: half of them the best, the others the best of further strategies."""
         taken = list(starts[: (count + 1) // 2])
         strategies = set(map(self._first_option, taken))
         for found in starts:

@@ -29,10 +29,10 @@ NOTHING = -3
 """Arrival task of a template whose update waits for no task."""
 
 DENSE, BURSTY = 1, 2
-"""Traits of an option. DENSE: allowed in dense plans, because it is dense or pinned."""
+"""Traits of an option. DENSE: a dense or pinned strategy, allowed in dense plans."""
 
 _MOST = sys.float_info.max
-"""Largest error limit. It is finite, to exclude buckets too large for their compressor: their error is infinite."""
+"""Largest error limit. It is finite, because a bucket too large for its compressor has an infinite error."""
 
 PLACE = {stream: place for place, stream in enumerate(Stream)}
 

@@ -55,7 +55,7 @@ SHARED = Effort(
     1,
     4,
 )
-"""Effort for ranks that share processors, because a simulation then takes ten times as long."""
+"""Smaller effort for ranks that share processors. A simulation then takes ten times as long."""
 
 QUICK = Limits(evaluations=300, pairs=False)
 
@@ -63,7 +63,7 @@ _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
 
 
 def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list[Parts]:
-    """Return plans with one kick each: halve all buckets, merge pairs, cut the first or last bucket in two."""
+    """Return plans with one kick each: halve all buckets, merge pairs of buckets, cut the first or last bucket."""
 
     def ordered(found: Iterable[Part]) -> Parts:
         return tuple(sorted(found, key=lambda part: strands[part.strand].last(part.stop - 1)))
