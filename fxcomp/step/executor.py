@@ -40,7 +40,7 @@ Arriving = Generator[None, Sequence[Tensor], Any]
 
 
 class Executor:
-    """Runs the emitted steps of one step function. `closed` is the message after `close`."""
+    """Runs the emitted steps of one step function. `closed` is the error message for calls after `close`."""
 
     def __init__(self, ranks: Ranks, closed: str = CLOSED_STEP):
         self._ranks, self._closed = ranks, closed
@@ -82,7 +82,7 @@ class Executor:
         return None
 
     def end(self, state: GradientState | None, runtime: Runtime) -> bool:
-        """Wait for the pool and clear the residuals of a dropped plan, which were sent. Return False if skipped."""
+        """Wait for the pool. Return False if the step was skipped, else clear the sent residuals of a dropped plan."""
         assert self._arriving is None, "a step ends with its last bucket"
         runtime.finish()
         counts = not runtime.counters.skipped
@@ -93,7 +93,9 @@ class Executor:
     # At the same step
 
     def enter(self, step: int, *, goes_on: bool = False) -> None:
-        """Enter a step or its next micro-batch. Raises BadCall, or RanksApart if ranks stopped at different steps."""
+        """Enter a step, or another micro-batch of it. Raises BadCall, or RanksApart if ranks stopped at different
+        steps.
+        """
         self.check_open()
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)

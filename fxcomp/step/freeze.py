@@ -1,4 +1,4 @@
-"""Freeze second moments after enough updates of every parameter, to exchange momenta. Thaw moments that stop fitting.
+"""Freeze second moments after enough updates of every parameter, to exchange momenta. Thaw them if they stop fitting.
 
     before the freeze          if a parameter has too few updates, the warm-up lasts longer
     every LOOK_EVERY steps     energy of a parameter = mean (m / d)², with m the momentum and d the frozen root of the

@@ -20,10 +20,10 @@ _LARGEST_T = 5.1
 """Maximum |t|, exceeded by Student's t (199 degrees of freedom) with probability 8e-7, two-sided."""
 
 _LARGEST_EXCESS = 3.0
-"""Maximum ratio of the variance to the variance of independent errors; 200 draws estimate it to 10 %."""
+"""Maximum ratio of the variance to the variance of independent errors. 200 draws estimate the ratio to 10 %."""
 
 _LARGEST_EXCESS_OF_PLACES = 24.0
-"""Maximum ratio for compressors that draw positions, possibly in runs, e.g. of 16."""
+"""Maximum ratio for compressors that draw positions, because positions may come in runs, e.g. of 16."""
 
 
 def has_stream(compressor: Compressor) -> bool:
@@ -31,8 +31,8 @@ def has_stream(compressor: Compressor) -> bool:
 
 
 def state_starts_as_it_should(compressor: Compressor) -> None:
-    """Check that key and rank determine the first state. Random streams must differ between parameters, and between
-    ranks unless all ranks repeat the draws to decode.
+    """Check that key and rank determine the first state. Random streams must differ between parameters. They must also
+    differ between ranks, unless all ranks repeat the draws to decode.
     """
     if not compressor.has_state:
         return
