@@ -154,7 +154,7 @@ class Calendar:
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Continue at another step under the same plan. Raises BadState.
 
-        `saved` restores the pause of drift checks; without it, drift checks are not paused.
+        Without `saved`, the pause of drift checks ends.
         """
         self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):

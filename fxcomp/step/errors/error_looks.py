@@ -25,7 +25,7 @@ LOOKS, LOOKS_SHARE = 20, 0.007
 """Minimum number of steps between looks, and maximum fraction of a job's time for looks."""
 
 AT_ONCE, FIRST = 20.0, 2
-"""Time of the first looks, in step times, after which a long wait follows, and number of steps between first looks."""
+"""Time of the first looks after which a long wait follows, in step times; number of steps between first looks."""
 
 
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
