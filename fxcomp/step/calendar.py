@@ -63,7 +63,7 @@ class Calendar:
 
     verified: VerifiedSteps = NO_STEPS
     warm_from: tuple[int, ...] = (0,)
-    """First step of each warm-up stage, and last of the plan that stays."""
+    """First step of each warm-up stage. The last entry belongs to the plan that stays."""
     followed_from: int = 0
     timed: tuple[int, ...] = ()
     """Steps timed to choose a plan; empty once it is chosen."""

@@ -64,7 +64,7 @@ class Followed:
     number: int
     """Key of the plan's programs in `Programs`."""
     state: GradientState | None = None
-    """None before the plan's first turn in a race."""
+    """Gradient state; None before the plan's first turn in a race."""
     scale: float | Tensor = 1.0
     """Loss scale that the residuals contain."""
 
@@ -106,7 +106,7 @@ class Follower:
 
     @property
     def trained_sizes(self) -> dict[str, int]:
-        """Elements of each parameter with a gradient, in the same order on all ranks."""
+        """Number of elements of each parameter with a gradient, in equal order on all ranks."""
         sizes = self.trained.sizes
         return {name: sizes[name] for name in self.trained.names}
 
@@ -168,7 +168,7 @@ class Follower:
             self.now.state = self.trained.fresh(self.decision.plan)
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
-        """End the race with one plan, and return the others. Their residuals are added to the next gradients."""
+        """End the race with one plan. Return the other plans, whose residuals are added to the next gradients."""
         self.take_turn(number)
         others = tuple(each for each in self.racing if each is not self.now)
         self._take_over(self.state, self.now, others)
@@ -176,7 +176,7 @@ class Follower:
         return others
 
     def start_over(self) -> None:
-        """Follow the plan from before the race, and drop the residuals of the others. Used before a state is loaded."""
+        """Follow the plan from before the race, and drop the others' residuals. Used before a state is loaded."""
         if self.racing:
             self.take_turn(0)
             for other in self.racing[1:]:

@@ -63,7 +63,7 @@ class Freeze:
         return step + needed - updates
 
     def between(self, steps: int) -> None:
-        """Check the energies if due, and thaw if one exceeds LIMIT on any rank. Every rank calls it."""
+        """Check the energies if due, and thaw if an energy exceeds LIMIT on any rank. Every rank calls it."""
         if steps % LOOK_EVERY or not self._force.plan.moves_exchange:
             return
         energies = self._force.momenta.energies(self._force.plan)

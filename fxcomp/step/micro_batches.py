@@ -60,7 +60,7 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """Return the parameters unused in the whole group. `unused` are unused in the next micro-batch."""
+        """Return the parameters unused in the whole group. `unused`: parameters unused in the next micro-batch."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:

@@ -38,7 +38,7 @@ STATIC_SHAPES = 2
 """Captures per family with static sizes. In later captures, sizes that varied become symbols."""
 
 SYMBOLIC_TRIES = 4
-"""Maximum number of failed symbolic traces per family. Each doubles the time of a capture."""
+"""Maximum number of failed symbolic traces per family. A failed trace doubles the time of its capture."""
 
 
 _ASK_LESS = (
@@ -49,8 +49,7 @@ _ASK_LESS = (
 _GRAPH = attrgetter("captured.graph")
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
-"""Captures and compiles the step for a batch, given the dimensions that may vary in each leaf, without communication.
-"""
+"""Captures and compiles a step for a batch, given dimensions that may vary in each leaf, without communication."""
 
 
 @dataclass(slots=True)
@@ -203,7 +202,7 @@ class Programs:
         return Change(what, str(question.answer), str(answer), _ASK_LESS)
 
     def _seen(self, key: _Known, leaves: Sequence[Any]) -> Program | None:
-        """Return the program of this key if the batch gives the same answers as the capture."""
+        """Return the program of this key whose capture gave the same answers as the batch."""
         self._other_answer = None
         preludes = self._preludes.get(key, ())
         for prelude in preludes:
@@ -230,7 +229,7 @@ class Programs:
             return settled(self._guard, lambda: self._make(batch, {}), _GRAPH)
 
     def _offer(self, program: Program, kind: BatchType, around: Hashable) -> bool:
-        """Add a symbolic program to its family. Return True if it is the first one."""
+        """Add a symbolic program to its family. Return True if the family had none."""
         guard = program.captured.guard
         if guard is None or not guard.is_open:
             return False

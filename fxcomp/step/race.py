@@ -9,7 +9,7 @@ A *turn* is a few steps in a row under one runner.
     end      the shortest median step time wins, or the smallest compression error in a statistical tie
 
 The first step of a turn allocates and is not counted. Verified steps belong to no turn. Another step counts if every
-rank timed the step. A step takes its time on the slowest rank. `Race` neither communicates nor switches plans.
+rank timed the step. Its time is the time on the slowest rank. `Race` neither communicates nor switches plans.
 
 A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
@@ -47,8 +47,8 @@ LONGEST = 48
 """Maximum length of a race, in steps."""
 
 FAR = 2.0
-"""A runner does not run if its predicted time is more than twice the best runner's predicted time and measured time.
-Predictions err by less.
+"""A runner does not run if its predicted time is more than twice the larger of the best runner's predicted and measured
+times. Predictions err by less.
 """
 
 SPREAD = 0.05
@@ -61,7 +61,7 @@ OUT = 3.0
 """A runner is out if it is slower than the best by more than this, in standard errors."""
 
 OUT_AT_FIRST = 0.5
-"""A runner without counted steps is out if it is more than 50 % slower than the best."""
+"""A runner without counted steps is out only if it is more than 50 % slower than the best."""
 
 FEW = 8
 

@@ -209,7 +209,7 @@ class StepSchedule(Schedule):
         self.calendar.timed = self._first.numbers
 
     def _expect_from(self, step: int) -> None:
-        """Check the CHECKED_STEPS steps after `step`, because `step` allocates."""
+        """Check the CHECKED_STEPS steps after `step`. Skip `step`, because it allocates."""
         self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:

@@ -29,7 +29,7 @@ ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
 
 UPDATE = 1e-4
-"""Tolerance of an update relative to its largest change, because few float32 operators follow equal inputs."""
+"""Tolerance of an update relative to its largest change: rounding of a few float32 operators on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
 """Maximum difference of 16-bit updates, in units in the last place, because fused operators round less often."""

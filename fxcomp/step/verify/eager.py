@@ -98,7 +98,7 @@ def _gradients(
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares memory, with its own `.grad` and no hooks."""
+    """Return an alias of a tensor, with its own `.grad` and no hooks."""
     alias = tensor.detach()
     return nn.Parameter(alias) if isinstance(tensor, nn.Parameter) else alias.requires_grad_()
 
