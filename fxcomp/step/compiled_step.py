@@ -148,8 +148,8 @@ class CompiledStep:
     def replan(self) -> bool:
         """Measure the links again, choose a plan and follow it. Return True if the plan changed.
 
-        Every rank calls it after the same step. Plans may then race. Residuals that the new plan does not feed back are
-        sent with the next step. Raises CannotReplan.
+        Every rank calls it after the same step. Plans may then race. Residuals are kept. If the new plan has no error
+        feedback for a gradient, the next step sends the gradient's residual. Raises CannotReplan.
         """
         self._schedule.check_replan(self.steps)
         self._execution.check()

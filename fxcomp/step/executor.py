@@ -93,9 +93,7 @@ class Executor:
     # At the same step
 
     def enter(self, step: int, *, goes_on: bool = False) -> None:
-        """Enter a step, or another micro-batch of it. Raises BadCall, or RanksApart if ranks stopped at different
-        steps.
-        """
+        """Enter a step or its next micro-batch. Raises BadCall, or RanksApart if ranks stopped at different steps."""
         self.check_open()
         if self._ranks.stopped is not None:
             self._meet_again(self._ranks.stopped, step)

@@ -26,8 +26,7 @@ WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Maximum number of repetitions while a rank lacks timed steps. After the last, a plan is chosen without timed steps.
-"""
+"""Maximum number of repetitions while a rank lacks timed steps. Then a plan is chosen without timed steps."""
 
 
 class FirstSteps:

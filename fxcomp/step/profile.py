@@ -147,9 +147,7 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
 
 
 def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[_Measured]:
-    """Yield collectives. Each occupies its link from its launch, or from the end of the previous collective on the
-    link.
-    """
+    """Yield collectives. Each occupies its link from its launch, or from the end of the link's previous collective."""
     known: list[tuple[float, float, _Collective]] = []
     for each in collectives:
         times, end_us = reading.pool if each.on_pool else reading.main, each.end_us(reading)

@@ -167,9 +167,7 @@ class ZeroGradients:
                 self._kept[name] = _Kept.of(name, self._state)
 
     def put_back(self, means: Mapping[str, Tensor], site: Site) -> None:
-        """Restore residuals of gradients that are zero on all ranks, and zero the means of these gradients. Every rank
-        calls it.
-        """
+        """Restore residuals of gradients that are zero on all ranks; set these means to 0. Every rank calls it."""
         flags = [self._flags[name] for name in means]
         here = [flag for flag in flags if isinstance(flag, Tensor)]
         used = torch.stack(here).byte() if here else torch.tensor(flags, dtype=torch.uint8)

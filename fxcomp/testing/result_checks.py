@@ -184,9 +184,7 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """Check that a non-finite bucket + residual makes only its own segment non-finite, and leaves the residual
-    unchanged.
-    """
+    """Check that a non-finite bucket + residual makes only its own segment non-finite, and keeps the old residual."""
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700

@@ -20,9 +20,7 @@ LARGE_SEGMENTS: tuple[tuple[int, ...], ...] = (ROUND_SEGMENTS, (2**20 + 1,), (LA
 
 
 def segments_to_try(compressor: Compressor) -> list[tuple[int, ...]]:
-    """Return segments at which layouts may break: of length 0, 1, odd, around a block, above 2^16; and several
-    segments.
-    """
+    """Return segments at which layouts may break: of length 0, 1, odd, around a block, above 2^16; and several."""
     block = int(getattr(compressor, "block", 512))
     lengths = sorted({0, 1, 7, block - 1, block, block + 1, 65_537})
     return [(), *((length,) for length in lengths), *SMALL_SEGMENTS]

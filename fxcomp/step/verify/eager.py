@@ -205,9 +205,7 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
-    """Restore buffers, and parameters that the forward pass writes. `after` receives the buffers after the forward
-    pass.
-    """
+    """Restore buffers, and parameters that the forward pass writes. `after` receives the resulting buffers."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
     # Not by tensor versions: batch norm writes running statistics without raising versions.
     before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]

@@ -164,9 +164,7 @@ class Verification:
         return anywhere(self._training, self._runtime, bool(self._differences.first))[0]
 
     def _completed(self, eager: EagerResult | None) -> EagerResult | None:
-        """Add the gradients of the group's other micro-batches to `eager`; None if memory is short. Every rank calls
-        it.
-        """
+        """Add gradients of the group's other micro-batches to `eager`; None if memory is short. Every rank calls it."""
         sums, share = self._verifier.sums, None
         if self._program.captured.is_weighted:
             share = sums.share(eager and eager.count, self._sum_over_ranks, self._ranks)
