@@ -34,7 +34,7 @@ def call(
 ) -> Node:
     """Insert a call at the graph's insertion point.
 
-    The fake value is computed from the arguments' fakes, which is slow for some operators, unless `value` is given.
+    `value` is the fake value. By default it is computed from the arguments' fakes, which is slow for some operators.
     """
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     if value is None:
@@ -178,7 +178,7 @@ def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
 
 
 SHARE = "share"
-"""Name of the node with the factor of all gradients of a weighted loss: ranks / element count."""
+"""Name of the node that multiplies all gradients of a weighted loss: number of ranks / count over all ranks."""
 
 _aten = torch.ops.aten
 

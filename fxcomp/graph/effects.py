@@ -52,7 +52,7 @@ class Event:
 
 HOST, ASIDE = "host", "aside"
 TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
-"""Streams without labelled nodes: main thread, side stream, copies to the host and back, collectives."""
+"""Streams that no node's label names: copies to the host, copies back, collectives. HOST is the main thread."""
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
@@ -257,7 +257,10 @@ class _EventWriter:
         after: Iterable[int] = (),
         makes: Iterable[Node] = (),
     ) -> int:
-        """Add an event after the last events of its stream and of the main thread; collectives only follow `after`."""
+        """Add an event after the events `after`.
+
+        Except for a collective, the event also follows the last events of `stream` and of the main thread.
+        """
         read = [node for node in takes if isinstance(node.meta.get("val"), Tensor | tuple | list)]
         own = [] if stream.startswith(WIRE) else [*self._come_to(stream), *self._come_to(HOST)]
         before = dict.fromkeys([*after, *own])
