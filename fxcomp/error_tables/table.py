@@ -44,7 +44,7 @@ _RANKS_FROM, _CODECS_FROM = len(LARGEST), len(LARGEST) + len(LOW_RANK)
 
 WEIGHT = 0.25
 """Weight of the newest measurement in an exponential average. The average has 0.38 times the standard deviation of one
-measurement, and makes 90 % of a sudden change in 8 measurements (0.75^8 = 0.1).
+measurement, and reaches 90 % of a sudden change after 8 measurements (0.75^8 = 0.1).
 """
 
 VERSION = 2

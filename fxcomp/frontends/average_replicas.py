@@ -132,7 +132,7 @@ class ReplicaAverage(PlannedAverage):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Accumulate gradients within the replica inside the context. The next pass outside averages the sums.
+        """Accumulate gradients inside the context, without averaging. The next pass outside averages the sums.
 
         The sums are shards, smaller than the whole gradients that `set_requires_gradient_sync(False)` accumulates.
         """

@@ -42,7 +42,7 @@ from fxcomp.step.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 DENSE_PASSES = 6
-"""Number of passes before planning. The first passes are not timed, because DDP rebuilds its buckets."""
+"""Number of passes before planning. The plan ignores the first passes, in which DDP rebuilds its buckets."""
 
 TIMED = 3
 """Number of last dense passes whose ready times the plan uses."""
@@ -169,7 +169,7 @@ class BackwardPasses(ABC):
     # A pass
 
     def enter(self) -> None:
-        """Begin a pass. Raises RanksApart if an error stopped a rank inside a pass, or before another pass."""
+        """Begin a pass. Raises RanksApart if a rank was stopped inside a pass, or ranks at different passes."""
         self.executor.enter(self.passes)
         self.executor.has_begun = True
 

@@ -77,9 +77,9 @@ def compile_step(
     `unscale_` and `step`.
 
     `skip_nonfinite` skips a step on all ranks if any gradient is not finite. Parameters and optimizer state do not
-    change then; residuals are restored with at most one rounding error. Updates wait for the last bucket. With
-    `find_unused_parameters`, the loss on each rank may leave out other parameters. A parameter that no rank uses keeps
-    its value, optimizer state and residual. `checks` selects checks of results, plans and costs in the running step.
+    change; residuals are restored with at most one rounding error. Therefore updates wait for the last bucket. With
+    `find_unused_parameters`, the loss may leave out parameters, which may differ by rank. A parameter that no rank uses
+    keeps its value, optimizer state and residual. `checks` selects checks of results, plans and costs.
 
     Raises subclasses of FxcompError. A failure on one rank raises on all ranks.
     """

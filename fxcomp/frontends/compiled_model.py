@@ -66,7 +66,7 @@ class CompiledModel:
     """Location of Dynamo's graph break, if any."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """Options without the model. If no model was given, the caller's dict, because its identity marks the call."""
+    """Options without the model. If no model was given, the caller's dict, which identifies the torch.compile call."""
     watch: GradientWatch
     frozen: frozenset[str]
     """Parameters that required no gradient at compilation."""

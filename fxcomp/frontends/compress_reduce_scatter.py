@@ -75,5 +75,5 @@ class ShardScatter(PlannedAverage):
     """Result of `compress_reduce_scatter`: a plan with one bucket per module, and its state.
 
     Loading a state restores its plan, unless the options name a plan. The next pass adds loaded residuals of
-    uncompressed modules to their gradients.
+    uncompressed modules to the modules' gradients.
     """

@@ -58,8 +58,8 @@ class FxcompStrategy(_DDPStrategy):
     """DDPStrategy with fxcomp's hook, also on CPUs.
 
     `compress`, `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is Lightning's. Other `options` are passed
-    to DDPStrategy, such as `process_group_backend=` and `find_unused_parameters=`. Raises BadPlan, and
-    BadOption, for example for another hook (`ddp_comm_hook=`).
+    to DDPStrategy, such as `find_unused_parameters=`. Raises BadPlan, and BadOption, for example for another hook
+    (`ddp_comm_hook=`).
     """
 
     hook: DdpHook | None = None

@@ -80,7 +80,7 @@ class ShardFeed:
         self._feed()
 
     def _own(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> Tensor:
-        """Return the flat shard in memory that may receive the average after the hook has returned."""
+        """Return the flat shard, to be replaced by the average: a copy unless `.grad` is a view of `reduced`."""
         if module.becomes_gradients(reduced):
             self._is_partial[number] = False
             return reduced

@@ -44,7 +44,7 @@ NOTHING_EXACT: Mapping[str, ElementType] = MappingProxyType({})
 
 
 def exact_of(compress: Compress, graph: GraphModule) -> Mapping[str, ElementType]:
-    """Return the gradients to send as 16-bit values: those of a given Plan, or all proved casts in mode `lossless`."""
+    """Return the gradients to send as 16-bit values: as a given Plan lists, or in mode `lossless` all proved casts."""
     if isinstance(compress.plan, Plan):
         return {name: kind for name, kind in compress.plan.types.items() if kind.narrow is not None}
     if compress.within != Mode.LOSSLESS.value or compress.plan is not None:

@@ -202,7 +202,7 @@ def _compile(
 def _for_one_model(
     run: Callable[..., Any], found: FoundParameters, places: Sequence[int], compiled: CompiledModel
 ) -> Callable[..., Any]:
-    """Raise if a call brings other parameters, because torch shares graphs between models of equal code and shapes."""
+    """Raise if a call passes parameters other than at compilation, because torch shares graphs between equal models."""
     expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
 
     def checked(*inputs: Any) -> Any:
@@ -315,7 +315,7 @@ def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[Com
 
 
 def _take_turn(compiled: CompiledModel) -> None:
-    """Make a plan current, and move residuals to this plan from the model's plans that ran later."""
+    """Make a plan current, and move residuals to this plan from the model's more recently run plans."""
     if compiled not in _models or _models[-1] is compiled:  # not in _models: closed, so running it raises
         return
     place = _models.index(compiled)
@@ -414,7 +414,7 @@ def _check_same_elements(compiled: CompiledModel, found: FoundParameters) -> Non
 
 
 def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapping[str, Node]) -> None:
-    """Raise CaptureFailed unless freezing or unfreezing explains the difference in trained parameters."""
+    """Raise CaptureFailed unless trained parameters differ from `compiled` only by freezing or unfreezing."""
     before = {id(parameter): name for name, ref in compiled.parameters.items() if (parameter := ref()) is not None}
     now = {id(found.parameters[name]): name for name in reduced}
     if compiled.model is not None:

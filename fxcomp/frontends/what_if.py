@@ -81,7 +81,7 @@ class WhatIf:
     step_ms: float | None = None
     """Step time without communication, in ms, if known."""
     device: str | None = None
-    """Name of the ranks' device, a preset in cost/devices.py; None for this machine's."""
+    """Name of the ranks' device, a preset in cost/devices.py; None for this machine."""
     costs: CostTable | None = None
     """Earlier measurements, possibly of another machine."""
     accumulate: int = 1

@@ -47,7 +47,7 @@ def written_parameters(gm: GraphModule) -> dict[str, Node]:
 
 
 def parameters_written_apart(gm: GraphModule) -> list[str]:
-    """Return parameters that may differ by rank: forward writes depend on batch, constants or random numbers."""
+    """Return parameters whose forward writes depend on batch, constants or random numbers, so may differ by rank."""
     apart: set[Node] = set()
     for node in gm.graph.nodes:
         source = info(node).source if node.op == "placeholder" else None

@@ -200,7 +200,7 @@ class _EventWriter:
         return ASIDE if self.memories.is_asynchronous and goes_aside(node) else self.compute
 
     def _stream_of(self, node: Node, line: Line) -> Stream | None:
-        """Return a line's stream. A roll back decompresses a payload in host memory on the pool."""
+        """Return a line's stream. A roll back uses the pool to decompress a payload in host memory."""
         if line.is_undoing and line.method == DECOMPRESS.method and node.args[0] in self.on_host:
             return DECOMPRESS.stream
         return info(node).stream

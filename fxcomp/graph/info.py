@@ -93,7 +93,7 @@ class FusedUpdate:
     counter: str = ""
     """Key of the step counter; empty if there is none."""
     numbers: tuple[tuple[str, str | float], ...] = ()
-    """Keyword arguments: (name, key of a number in the parameter group, or a constant)."""
+    """Keyword arguments: (name, value). A string value is the key of a number in the parameter group."""
     group: int = 0
     """Index of the parameter group."""
 

@@ -273,8 +273,8 @@ def _statistics_bytes(node: Node) -> float:
 
 
 def _order_of(node: Node) -> tuple[Order, int]:
-    """Return an operator's order and number of values: the values that a reduction or normalisation reads, or that an
-    elementwise operator makes; 0 for an operator that stays alone.
+    """Return an operator's order and number of values: read by a reduction or normalisation, made by an elementwise
+    operator, 0 for an operator that stays alone.
     """
     name, target = _name(node), node.target
     if not is_bound_by_memory(target) or name in _STAY_ALONE or compat.is_in_place(target):
@@ -328,7 +328,7 @@ def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _over_lists(row: list[Node]) -> int:
-    """Return the number of launches of a row's operators, which share kernels over lists if ATen has them."""
+    """Return the number of launches of the operators in `row`, which share ATen's kernels over lists if possible."""
     is_listed = len(row) > 1 or line_of(row[0]) is not None or compat.takes_lists(row[0].target)
     if not is_listed:
         return 1
