@@ -1,4 +1,4 @@
-"""Emit a plan for the buckets of DistributedDataParallel: the compiler passes of a step, run over a small graph.
+"""Emit a plan for the buckets of DistributedDataParallel: the compiler passes of a step over a small graph.
 
     %arrive_0   arrive    arrive(0, 1800.0)        bucket 0, after 1.8 ms of compute
     %fc_bias    gradient  %arrive_0[1]

@@ -52,7 +52,7 @@ class Event:
 
 HOST, ASIDE = "host", "aside"
 TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
-"""Streams that no node's label names: copies to the host, copies back, collectives. HOST is the main thread."""
+"""Streams that no label names: copies to the host, copies back, collectives. HOST is the main thread."""
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
