@@ -8,7 +8,7 @@
  -->
     %view_2  bf16[128]   view(%t, [128])                the 16-bit value of %view_1
 
-Rules follow operators: casts to a wider type, operators that move values, and constants that both types represent.
+Proofs follow casts to a wider type, operators that move values, and constants that both types represent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def exact_types(gm: GraphModule) -> dict[str, torch.dtype]:
 
 
 def narrow_types(node: Node) -> frozenset[torch.dtype]:
-    """Return the 16-bit types that represent every value of a node; both for zeros."""
+    """Return the 16-bit types that represent every value of a node: fp16 and bf16 if all values are zero."""
     value = node.meta.get("val")
     if isinstance(value, Tensor) and value.dtype in NARROW:
         return frozenset({value.dtype})
@@ -85,7 +85,7 @@ def narrow_types(node: Node) -> frozenset[torch.dtype]:
 
 
 def _is_written(node: Node) -> bool:
-    """Return whether an operator writes a value or a view of it in place."""
+    """Return whether an operator writes a node's value, or a view of the value, in place."""
     views = (user for user in node.users if compat.is_operator(user.target) and compat.is_view(user.target))
     return any(node in written_nodes(user) for user in node.users) or any(map(_is_written, views))
 
@@ -95,7 +95,7 @@ def _padded_by(node: Node) -> Any:
 
 
 def _cast_of(node: Node) -> Node | None:
-    """Return the input of a node that only casts it, with its shape and strides; None for other nodes."""
+    """Return the input of a cast that keeps shape, strides and device; None for other nodes."""
     if node.target not in (aten._to_copy.default, aten.copy.default):
         return None
     found = node.args[node.target is aten.copy.default]  # copy has its target first
