@@ -1,8 +1,15 @@
 """Private parts of torch, and differences between torch 2.11 and 2.13 and between systems.
 
-- tracing, constants, symbols, answers, graphs: tracing on fakes.
+- tracing, constants, symbols, answers, graphs: make_fx on fakes, symbols and their guard, torch.fx.
+- operators: facts about ATen operators; collectives of a loss function.
+- optimizers: initial state, GradScaler, hooks, facts about tensors.
 - absent_device, absent_cuda, cuda_autocast, cuda_attention: imitation of an absent GPU.
-- dynamo, fsdp: torch.compile, DistributedDataParallel and fully_shard.
+- modes: a thread's modes and settings, random generators.
+- dynamo, fsdp: torch.compile; wrappers around a user's model.
+- groups: process groups.
+- streams: asynchronous devices.
+- structured: torch's structured trace.
+- source_lines, machine: the user's line, the machine, atomic writes.
 """
 
 # ruff: noqa: F401, I001

@@ -1,9 +1,13 @@
 """Gradient compressors: one file each, found by name with `parse_compressor`.
 
 - facts, base: declarations, reference implementation, and in-place `encode` and `decode`.
+- inputs: arguments and their checks.
 - catalogue, operators: names, ops and text form.
 - kernels, triton/: compiled kernels with bit-identical results.
+- randomness: random numbers from counters.
+- gaussian_error: errors on Gaussian values.
 - casts, block_codes, places, survivors, tail_fits: shared code.
+- examples: one instance of each compressor.
 """
 
 from fxcomp.compressors.base import Compressed, Compressor

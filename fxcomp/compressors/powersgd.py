@@ -32,7 +32,8 @@ replaced by a random one, the same on all ranks, because factors would otherwise
 If a segment is not finite, P_hat is NaN on every rank, the segment decodes to NaN, and its residual stays unchanged.
 The next step starts from a random Q.
 
-The error approaches the error of the best matrix of this rank.
+The error approaches the error of the best matrix of this rank. Relative squared errors of a fixed 512 * 1024 matrix at
+rank 4, first step, eighth step, best: Gaussian noise .988, .979, .978; singular values 1 / k .290, .134, .134.
 """
 
 from __future__ import annotations

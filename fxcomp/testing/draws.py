@@ -78,6 +78,9 @@ def mean_is_unbiased(compressor: Compressor) -> None:
 
     The projections' variance is compared with the variance of independent errors, because errors that share a draw,
     such as one random number for a block, do not average out over values.
+
+    The test detects a factor 1 + b on all values from about |b| = 5.1 sqrt(w / (200 n)) on, where w is the relative
+    squared error and n = 70,000. Measured: 0.2 % with int2(stochastic=true), 0.002 % with int8(stochastic=true).
     """
     if compressor.bias is not Bias.UNBIASED:
         return
