@@ -72,7 +72,7 @@ class Program:
     captured: Captured
     graph: GraphModule
     replay: Replay
-    """Repeats the passes; storing every graph would take ten times the memory."""
+    """Function that repeats the passes, because storing every graph would take ten times the memory."""
     module: ModuleType
     emitted: str
     timeline: Timeline
@@ -97,7 +97,7 @@ class Program:
         return history[name]
 
     def retuned(self, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
-        """Return the program for a graph with the same lines and other numbers."""
+        """Return the program for a graph that emits the same lines, but with other constants in them."""
         return replace(self, graph=graph, replay=replay, timeline=timeline, numbers=numbers_of(graph))
 
 
