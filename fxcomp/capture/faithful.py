@@ -303,7 +303,7 @@ class _Refusing(EqualToReal):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _assign(self, tensor: Tensor, value: Tensor) -> None:
-        """Write a value assigned to `.data` into a buffer or frozen parameter."""
+        """For `tensor.data = value`, copy the value into the buffer or frozen parameter; otherwise raise."""
         name = self._stand_ins.name(tensor)
         alike = tensor.shape == value.shape and tensor.dtype is value.dtype and tensor.device == value.device
         is_known = any(compat.is_alias(value, each) for each in self._stand_ins.by_id.values())

@@ -281,7 +281,7 @@ def _grouped_product(
 
 
 Varying = Mapping[int, frozenset[int]]
-"""Dimensions of batch tensors with varying size, by leaf index."""
+"""Dimensions whose size varies between batches, by index of the batch leaf."""
 
 FIXED_SIZES: Varying = MappingProxyType({})
 NO_FLOATS: Mapping[str, Place] = MappingProxyType({})

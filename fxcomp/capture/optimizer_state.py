@@ -36,7 +36,7 @@ def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> N
 
 
 def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
-    """Recompute fresh states in place, because initial values may depend on parameters and options."""
+    """Recompute fresh states in place, because parameters or options may have changed and states may depend on them."""
     for owner, begun in zip(owned, _beginnings(owned, habits), strict=True):
         for key, value in owner.state.items():
             if isinstance(value, Tensor):

@@ -93,7 +93,7 @@ class Habits:
     zeros: frozenset[str] = frozenset()
     """State tensors that the first step sets from the gradient, as SGD sets its momentum buffer.
 
-    Starting with zeros has the same effect.
+    A first step that starts from zeros has the same result.
     """
     follows_parameter: bool = False
     """True if the initial value of a state entry depends on the parameter's values."""

@@ -5,8 +5,7 @@
     flag.item() is True                     a truth value is read at once
     v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 becomes a constant when it is read
 
-Without this, a symbol's text is "u0", its type SymInt, and SymPy's algebra is wrong for nan and infinity. A number that
-cannot be computed before the step cannot be read (`questions.py`).
+A number that cannot be computed before the step cannot be read (`questions.py`).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -145,7 +145,7 @@ class Given:
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of nodes without in-place writes, shared by all questions."""
+    """Copies of nodes that do not depend on in-place writes. All questions share the copies."""
 
     tracer: Any = None
     of: dict[Node, Node] = field(default_factory=dict[Node, Node])

@@ -47,7 +47,7 @@ class SharedBuffers:
 
     @classmethod
     def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
-        """Agree on the buffers; every rank calls it with its first capture."""
+        """Agree on the buffers that rank 0 sends. Every rank calls this method with its first capture."""
         inputs = buffers(graph)
         names = {node: name for name, node in inputs.items()}
         mine: dict[str, Any] = {
@@ -156,7 +156,7 @@ class StepCapture:
 
     @classmethod
     def agreed(cls, training: Training, first: Captured, batch: Any, ranks: Ranks = ALONE) -> StepCapture:
-        """Agree on the buffers that rank 0 sends; every rank calls it with its first capture."""
+        """Agree on the buffers that rank 0 sends. Every rank calls this method with its first capture."""
         shared_buffers = SharedBuffers.agree(first.graph, ranks)
         shared_buffers.mark(first.graph)
         kind, _ = batch_type(batch)

@@ -294,7 +294,7 @@ def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
 
 
 class _BakedOptions:
-    """Options of a parameter group. Live numbers appear only by name."""
+    """Options of a parameter group. Live numbers (graph inputs) appear only by name."""
 
     def __init__(self) -> None:
         self._seen: list[Any] = []

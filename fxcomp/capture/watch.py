@@ -51,7 +51,7 @@ LARGE = 1000
 """Maximum size of a compared collection or array; larger ones compare by identity."""
 
 CALLS = 6
-"""Maximum call depth between a value and the loss function or a forward pass."""
+"""Maximum call depth, from the loss function or a forward pass, of the code that reads a value."""
 
 VALUES = 10_000
 """Maximum number of watched values outside of modules; more cause a warning."""
@@ -63,7 +63,7 @@ RECENT = 4
 """Number of latest states compared before a full search; train() and eval() alternate between two states."""
 
 KNOWN = 32
-"""Maximum number of states that keep their number, in case the same values occur again."""
+"""Maximum number of states whose number is kept, in case they occur again."""
 
 LIVE_AFTER = 2
 """Number of changes after which a float becomes live."""
@@ -147,7 +147,7 @@ class Signature:
     device: torch.device
     requires_grad: bool
     kind: str = ""
-    """Class, layout and lazy conjugation or negation, if unusual."""
+    """Result of `kind_of` as text; empty for PLAIN."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
@@ -537,7 +537,7 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbers the states of the watched values: equal values get an equal number."""
+    """Assigns a number to each state of the watched values."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
         """`makes_live` allows floats to become inputs. Values are first read by `number`."""

@@ -42,7 +42,7 @@ class GroupTopology:
     text: str
     ranks: int
     siblings: int
-    """Groups that share the busiest link, including this one."""
+    """Number of groups that share the busiest link, including this group."""
     alpha_us: float
     message_us: float
     speeds: tuple[tuple[TrafficPattern, float], ...]
@@ -92,7 +92,7 @@ class Crossing(NamedTuple):
         return cls(loads, inside, turns)
 
     def plus(self, other: Crossing) -> Crossing:
-        """Add another unit's traffic on a shared medium. For ROOT and ONE, keep the largest load: it includes the rest."""
+        """Add another unit's traffic on a shared medium. For ROOT and ONE, the largest load includes the others."""
         sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
         loads = (*sums[:_EVERYONE], *map(max, self.loads[_EVERYONE:], other.loads[_EVERYONE:]))
         return Crossing(loads, self.inside + other.inside, self.turns + other.turns)

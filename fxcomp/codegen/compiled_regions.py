@@ -113,7 +113,7 @@ _PLAIN = (
 
 
 def _compared(value: Any, place: dict[Node, int]) -> Hashable:
-    """Return a comparison key; 1, 1.0 and True differ."""
+    """Return a comparison key of an argument; 1, 1.0 and True differ."""
     if isinstance(value, Node):
         return Node, place[value]
     if is_sequence(value):

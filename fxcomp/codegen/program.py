@@ -60,8 +60,8 @@ Replay = Callable[[], Mapping[str, GraphModule]]
 """Function that returns the graph after each pass, by pass name."""
 
 INDUCTOR_DEVICES = ("cuda",)
-"""Devices for which Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and
-took minutes to compile (measured, 2026-11); on an H200 it took a third of the eager time (2026-11).
+"""Devices for which Inductor compiles the regions. On the CPU, Inductor's code was slower than eager on the example GPT
+and took minutes to compile (measured, 2026-11); on an H200 it took a third of the eager time (2026-11).
 """
 
 

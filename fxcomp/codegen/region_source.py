@@ -160,7 +160,7 @@ class OptimizerSteps:
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates without users that differ only in tensors. The joined update is where the last of them was."""
+        """Join updates without users that differ only in tensors. A joined update takes the last one's place."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
