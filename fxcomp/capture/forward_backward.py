@@ -356,7 +356,7 @@ def _restore_random_order(body: GraphModule) -> None:
 
 
 def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
-    """Raise CaptureFailed for new draws in backward, fakes of an earlier trace, or parameters not of the model."""
+    """Raise CaptureFailed for new draws in backward, and for reads of kept fakes or kept model parameters."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
     check_draws_again(body, outputs[0])
