@@ -32,7 +32,7 @@ WARM_STEPS = 2
 """Number of steps before the race. They run the plan in force, and allocate memory."""
 
 TURN = 4
-"""Number of steps of a turn after the heat."""
+"""Number of steps of a turn after the heat. With 3, batch sizes that repeat every third step might never count."""
 
 HEAT = 2
 """Number of steps of a runner's first turn."""
@@ -43,8 +43,8 @@ COUNTED = 7
 MOST_AFTER_HEATS, MOST_LATER = 3, 2
 """Maximum number of runners after the heats, and after each later round."""
 
-LONGEST = 48
-"""Maximum length of a race, in steps."""
+LONGEST = 28
+"""Maximum length of a race, in steps. The race of a job that begins dense then ends by step 40."""
 
 FAR = 2.0
 """A runner does not run if its predicted time is more than twice the larger of the best runner's predicted and measured
