@@ -147,7 +147,7 @@ def _drop_some(body: GraphModule) -> bool:
     known: dict[Any, Node] = {}
     """Node of the current state, by device."""
     undrawn: dict[Any, Node] = {}
-    """Last set or seed node without a later draw, by device."""
+    """Latest `set_rng_state` or `seed_rng` node of each device, while no draw or read depends on it."""
     for node in body.graph.nodes:
         if node.target is RNG_STATE:
             device = node.args[0]

@@ -178,7 +178,10 @@ def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
 
 
 SHARE = "share"
-"""Name of the node whose value multiplies gradients of a weighted loss: number of ranks / count over all ranks."""
+"""Name of the node that holds the factor of a weighted loss's gradients.
+
+The factor is the number of ranks / the number of elements over which the losses of all ranks sum.
+"""
 
 _aten = torch.ops.aten
 

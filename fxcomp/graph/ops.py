@@ -1,6 +1,7 @@
 """Custom operators around collectives, functional and visible as graph nodes.
 
-Emitted code calls the runtime instead. `arrive` and collectives of parts run only in emitted code.
+Emitted code calls methods of the runtime in their place. `arrive` and collectives of parts (`OF_PARTS`) have no other
+implementation: called as operators, they raise NotImplementedError.
 """
 
 from __future__ import annotations

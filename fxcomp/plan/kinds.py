@@ -160,4 +160,4 @@ time follows from all_gather's.
 
 
 ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with a separate peak throughput, named by element type: `bf16 attention`."""
+"""Suffixes of element types in the names of peak throughputs, as in `bf16 attention`."""

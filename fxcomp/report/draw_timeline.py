@@ -64,7 +64,10 @@ def _busy(timeline: Timeline) -> list[Stream]:
 
 
 def _row(timeline: Timeline, stream: Stream, cells: int) -> str:
-    """Return the mark with most time in each cell (time interval). Cells less than half full of compute are idle."""
+    """Draw a stream with one character per cell (a time interval): the mark that fills most of the cell.
+
+    A cell of the compute stream is drawn as idle if it is at most half full.
+    """
     cell_us = timeline.step_time_us / cells
     filled: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in timeline.spans:

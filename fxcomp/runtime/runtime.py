@@ -179,7 +179,10 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """Return the result of a collective: a future if the pool launched it, otherwise after an exposed wait."""
+        """Return the result of a collective.
+
+        If the pool launched it, return a future at once. Otherwise wait, and record the wait as exposed.
+        """
         if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)

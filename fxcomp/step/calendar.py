@@ -137,7 +137,7 @@ class Calendar:
         return tuple(found)
 
     def stay(self) -> None:
-        """End the warm-up, even if the job later resumes at an earlier step."""
+        """End the warm-up for all steps, also for earlier ones at which the job may resume."""
         self.warm_from = (0,)
 
     def be_patient(self, step: int, *, changed: bool) -> None:

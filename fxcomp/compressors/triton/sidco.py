@@ -227,7 +227,10 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
 
 @jit
 def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write the bits of the magnitudes at a segment's indices `place` to `sample`; -1 after the segment's end."""
+    """Copy the magnitudes at a segment's indices `place`, as bits, into `sample`.
+
+    Indices after the segment's end give -1.
+    """
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)

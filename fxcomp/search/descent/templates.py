@@ -224,7 +224,10 @@ class _TemplateReader:
         return Template(tuple(stages), tuple(made[sum(map(len, stages)) :]), self._follows(self.bucket.update))
 
     def beyond(self, smooth: _TemplateReader, shapes: Sequence[tuple[int, ...]]) -> dict[int, float]:
-        """Return each collective's size minus the proportional size by `smooth`, by task number."""
+        """Return the difference between each collective's size and the size that `smooth` predicts for `shapes`.
+
+        Keys are task numbers.
+        """
         found: dict[int, float] = {}
         for number, (task, like) in enumerate(zip(self.tasks, smooth.tasks, strict=True)):
             price = like.duration_us
