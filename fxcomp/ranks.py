@@ -126,7 +126,7 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Name of the meeting; empty for a single rank."""
+        """Name of this compilation in the store, such as `compile_step_0`; empty for a single rank."""
         return "" if self._root is None else self._root.name
 
     @staticmethod

@@ -6,7 +6,8 @@ Ranks in other groups average other tensors over the same links at the same time
     group 0      rank 0 ──────── rank 2        shard 0 of the gradients
     group 1      rank 1 ──────── rank 3        shard 1, on the same link as group 0
 
-Groups that start every collective at the same time share links equally, so equal cost tables give equal plans.
+Groups with equal buckets, hosts and options measure links at the same time, and the first group chooses one plan for
+all. Their collectives then start together, and share links equally.
 """
 
 from __future__ import annotations

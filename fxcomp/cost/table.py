@@ -56,8 +56,8 @@ class CostTable:
     - `processors`: processors of a rank.
     - `contention`: factor of `transport`, fitted to the job's steps.
     - `overlap_speed`: relative speed of a collective during compute, also fitted.
-    - `feed_us`: time of a step outside its nodes; 0 on an asynchronous device.
-    - `host_us`: this time on an asynchronous device, which works meanwhile.
+    - `feed_us`: host time of a step outside its nodes, which delays compute; 0 on an asynchronous device.
+    - `host_us`: host time of a whole step on an asynchronous device, which computes meanwhile; otherwise 0.
     - `error`: relative error of a prediction.
     - `compute_error`: relative error added for estimated compute.
     - `estimate`: source of estimates.

@@ -202,10 +202,11 @@ LEAST = 1e-9
 
 
 def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
-    """Return each task's speed: its limit if there are enough processors, otherwise by a fair share of processors.
+    """Return each task's speed.
 
-    Shares are proportional to demands, counted as at least 1. A task that requests less (demand * limit) than a share
-    gets its request; the other tasks share the rest.
+    A task requests demand * limit processors. If `count` processors satisfy all requests, the speed is the limit.
+    Otherwise it is the granted processors / the demand: processors are shared in proportion to max(1, demand), and
+    what a task does not request is left to the others.
     """
     rates, asked, left, weight = list(limits), 0.0, count, 0.0
     weights = [max(1.0, demand) for demand in demands]

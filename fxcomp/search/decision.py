@@ -16,7 +16,7 @@ from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
 JUDGED_STEPS = 1000
-"""Number of steps whose time is the unit of a race's cost."""
+"""Reports give the cost of a race as a fraction of the time of this number of the winner's steps."""
 
 
 @dataclass(frozen=True, slots=True)

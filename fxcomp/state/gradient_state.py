@@ -181,8 +181,8 @@ class GradientState:
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
         """Return flat tensors, by parameter, that replace the residuals if this state is dropped.
 
-        The rank adds these tensors to its next gradients. Residuals are multiplied by `ranks`, because a rank's gradient
-        has the weight 1/ranks in the mean.
+        The rank adds these tensors to its next gradients. Residuals are multiplied by `ranks`, because a rank's
+        gradient has the weight 1/ranks in the mean.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:

@@ -4,7 +4,8 @@ A slice, part of a rank's residual in one slot, contributes `weight · values` t
 values have no slot and are added to the rank's next gradient; they contribute `owed / ranks`. Under another plan or
 number of ranks,
 
-- slices with the same slot and share of the weight stay on their rank, bit for bit if the weight is the same;
+- a slice stays on its rank if its slot, place and fraction of all ranks' weights are unchanged: its values are copied,
+  and rescaled if the weight itself has changed;
 - the rest R of the sum goes to the first slot of the new layout: each rank with this slot gets R / (sum of these ranks'
   weights), and other slots start at zero;
 - values that no slot covers are owed.

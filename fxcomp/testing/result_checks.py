@@ -184,7 +184,10 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """Check that a non-finite bucket + residual makes only its own segment non-finite, and keeps the old residual."""
+    """Check a value whose bucket + residual is not finite.
+
+    It makes only the mean of its segment non-finite, and its residual stays.
+    """
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700

@@ -195,7 +195,7 @@ def _gather_tile(
 
 @jit
 def _open(sections, cuts, segments, tally, decisions):
-    """Choose a segment's cut, and open the segment's decision if more values reach the cut than there are slots."""
+    """Choose the first or the lower cut of a segment. If more values reach it than fit, open the segment's decision."""
     segment = tl.program_id(0)
     section = sections + segment * SECTION_COLUMNS
     slots = tl.load(section + SLOTS).to(tl.int32)

@@ -22,7 +22,10 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Tolerances for values rounded to 11 and 8 bits between operators (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients / (relative tolerance · largest gradient), as some gradients are only rounding."""
+"""Absolute tolerance of a gradient, as a fraction of the largest gradient's tolerance.
+
+Some gradients consist only of rounding errors.
+"""
 
 ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
