@@ -54,11 +54,14 @@ SPEEDS = tuple(2 ** (-k / 8) for k in range(9))
 LINK_FACTORS = tuple(2 ** (k / 32) for k in range(-16, 17))
 """Candidates for `link_factor`: 0.7 to 1.4."""
 
-NOISE = 0.02
+NOISE = 0.03
 """Relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
-USUAL = 0.5
-"""Standard deviation of the logarithms of the three fitted numbers, in a prior around 1 (assumed)."""
+USUAL, USUAL_SPEED = 0.5, 0.25
+"""Standard deviation of the logarithms of the fitted numbers, in a prior around 1 (assumed).
+
+`overlap_speed` has a narrower prior, because a step with little compute during its collectives hardly determines it.
+"""
 
 ROUNDS = 2
 """Rounds of a fit. A round fits `factor`, then `link_factor` and `overlap_speed`."""
@@ -114,8 +117,9 @@ def fit_contention(step: SeenStep, processors: Processors) -> FittedContention:
 
 
 def _misfit(found: FittedContention, off_us: Sequence[float], step_us: float) -> float:
-    priors = (found.factor, found.link_factor, found.overlap_speed)
-    return sum((us / step_us / NOISE) ** 2 for us in off_us) + sum((math.log(each) / USUAL) ** 2 for each in priors)
+    priors = ((found.factor, USUAL), (found.link_factor, USUAL), (found.overlap_speed, USUAL_SPEED))
+    off = sum((us / step_us / NOISE) ** 2 for us in off_us)
+    return off + sum((math.log(each) / usual) ** 2 for each, usual in priors)
 
 
 def alone_on_wires(tasks: Sequence[Task]) -> list[Task]:
