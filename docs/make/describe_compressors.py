@@ -37,16 +37,16 @@ This page lists the compressors with their sizes and errors, and when to use eac
 
 - The first column is a compressor's text in plans and strategies. n is the number of values of a parameter, B the block
   size; † rounds up to a multiple of 4.
-- *Bits* are all bits that a rank sends for a matrix of {SHAPE[0]} × {SHAPE[1]}, agreement included.
-- The network sums *linear* payloads (all_reduce); others are gathered.
+- *Bits a value* are sent by a rank, agreement included, on average over a matrix of {SHAPE[0]} × {SHAPE[1]}.
+- The network sums *linear* payloads (all_reduce); other payloads are gathered.
 - *Passes* is the number of times that encoding reads the gradient from main memory.
 - *State* is kept per parameter between steps, besides the residual.
-- *ω* = |v − decoded|² / |v|² is the error of one compression of {SAMPLE:,} values on one rank. Error feedback is not
-  counted; it adds the error to the next gradient. With an unbiased compressor, the mean over N ranks has the error ω/N.
+- *ω* = |v − decoded|² / |v|² is the error of one compression of {SAMPLE:,} values on one rank, without error feedback.
+  With an unbiased compressor, the mean over N ranks has the error ω/N.
 
-Compressors take fp32 and keep residuals in fp32. Gradients of other types are converted while they are packed, or after
-a sum inside their host; the mean is rounded to their type once, equally on all ranks. Dense gradients travel in their
-own type. So no mode offers bf16 for 16-bit gradients; int8 halves their bytes.
+Compressors encode fp32 and keep residuals in fp32. Gradients of other types are converted while they are packed, or
+after a sum inside their host; the mean is rounded to their type once, equally on all ranks. Dense 16-bit gradients
+travel in 16 bits, so no mode offers bf16 for them; int8 halves their bytes.
 
 """
 
@@ -110,9 +110,9 @@ def _paragraph(compressor: Compressor) -> str:
     facts = compressor.facts
     lines = [f"## {facts.name}", "", f"{_sentence(facts.summary)}"]
     if facts.agreement is not None:
-        lines[-1] += f" Ranks first reduce ({facts.agreement.value}) a proposal; its bytes: {facts.proposal}."
+        lines[-1] += f" Ranks first reduce ({facts.agreement.value}) a proposal, whose bytes are {facts.proposal}."
     if facts.needs_whole_parameters:
-        lines[-1] += " It needs whole parameters, not shards."
+        lines[-1] += " The compressor needs whole parameters, not shards."
     if facts.parameters:
         lines += [
             "",
@@ -128,7 +128,7 @@ def _paragraph(compressor: Compressor) -> str:
 def _range(compressor: Compressor, parameter: Parameter) -> str:
     field = next(field for field in fields(cast(Any, compressor)) if field.name == parameter.name)
     text = "true or false" if field.type == "bool" else parameter.range
-    return text if field.default is MISSING else f"{text}, {str(field.default).lower()} unless given"
+    return text if field.default is MISSING else f"{text}; {str(field.default).lower()} by default"
 
 
 def _sentence(text: str) -> str:
