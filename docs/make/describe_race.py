@@ -42,8 +42,8 @@ same for all plans, so common errors cancel. A plan *wins* a draw if its step is
 
 GATE_END = """
 A plan that wins at least {trying} of the draws may race; dense and bf16 always may. Until the race is over, the job
-follows the plan predicted best if it wins {following}, and otherwise the dense plan. Without a race (`Checks(race="off")`, or
-`fxcomp explain`, which only predicts) this choice is final.
+follows the plan predicted best if it wins {following}, and otherwise the dense plan. Without a race
+(`Checks(race="off")`, or `fxcomp explain`, which only predicts) this choice is final.
 
 """
 
@@ -52,8 +52,8 @@ RACE = """
 
 In the running job, these plans (*runners*) take turns on all ranks. The first turn of each runner has {heat} steps.
 Later turns have {turn} steps: one turn for each of the best {first} runners, then turns for the best {later}. A runner
-drops out when its median step exceeds the best median by more than {out:.0f} standard errors of the difference. A runner
-predicted to take more than {far:.0f} times as long as the best does not run. The race ends when one runner is left,
+drops out when its median step exceeds the best median by more than {out:.0f} standard errors of the difference. A
+runner predicted to take more than {far:.0f} times as long as the best does not run. The race ends when one runner is left,
 when the rest have {counted} counted steps, or after {longest} steps. The first step of a turn, which allocates memory,
 and verified steps are not counted. A runner with few counted steps is compared by its shortest step, because other load
 only lengthens steps.
