@@ -96,14 +96,14 @@ def main() -> None:
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
     parser.add_argument("--jobs", default="ddp,dense,first,second", help="which, besides the other checkout's")
     arguments = parser.parse_args()
-    kept, names = Records(arguments.json), arguments.jobs.split(",")
+    kept, names, path = Records(arguments.json), arguments.jobs.split(","), os.environ.get("PYTHONPATH", "")
     for inter in arguments.inter.split(","):
         turns: dict[str, list[dict[str, float]]] = {name: [] for name in names + ["before"] * bool(arguments.against)}
         for _ in range(arguments.turns):
             with tempfile.TemporaryDirectory() as caches:
                 for name, found in turns.items():
                     told = {"name": name, "inter": inter, "model": arguments.model, "steps": arguments.steps}
-                    os.environ["PYTHONPATH"] = str(arguments.against.resolve()) if name == "before" else ""
+                    os.environ["PYTHONPATH"] = str(arguments.against.resolve()) if name == "before" else path
                     os.environ["XDG_CACHE_HOME"] = f"{caches}/{'before' if name == 'before' else 'now'}"
                     each = 1 if arguments.hosts else arguments.ranks
                     run([__file__, json.dumps(told)], found.append, hosts=arguments.hosts, ranks_per_host=each)

@@ -26,7 +26,8 @@ COMMANDS: tuple[ModuleType, ...] = (explain, dump, diff, bisect, plot, calibrate
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status.
 
-    0 for success, 1 for different plans, 2 for an FxcompError, 130 if interrupted, 141 if the output pipe is closed.
+    0 for success, 1 if `diff` finds differences, 2 for an FxcompError, 130 if interrupted, 141 if the output pipe is
+    closed.
     """
     try:
         with _short_warnings():

@@ -64,7 +64,7 @@ class ReplicasDiffer(FxcompError):
 
 
 class PeerFailed(FxcompError):
-    """Another rank, or a started process, failed or did not arrive in time."""
+    """Another rank, or a process that fxcomp started, failed or did not arrive in time."""
 
 
 class LostTouch(PeerFailed):

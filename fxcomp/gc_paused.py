@@ -7,7 +7,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 MANY = 100_000
-"""Minimum number of new objects to freeze. Collecting fewer takes milliseconds; counting frozen ones up to 100 ms."""
+"""Minimum number of new objects to freeze. Fewer are collected in milliseconds; counting frozen objects takes up to
+100 ms.
+"""
 
 
 @contextmanager

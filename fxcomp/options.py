@@ -120,7 +120,10 @@ class StepOptions:
         scaler: torch.amp.GradScaler | None = None,
         process_group: Any = None,
     ) -> StepOptions:
-        """Return the options of a frontend that leaves the optimizer to the user; `whose` completes its errors."""
+        """Return the options of a frontend that leaves the optimizer to the user.
+
+        `whose` ends error messages: "which torch.compile leaves yours".
+        """
         given = Compress.of(compress)
         given.check_is_of_gradients(whose)
         return cls(
@@ -171,7 +174,7 @@ class StepOptions:
 
     @property
     def against_moves(self) -> dict[str, str]:
-        """Reasons, by name, of given options that exclude an exchange of momenta."""
+        """Given options that exclude an exchange of momenta: name to reason."""
         feedback = self.compress.feedback
         options = {
             "max_grad_norm=": (self.max_grad_norm is not None, "the norm of the mean gradient is not known then"),

@@ -67,9 +67,9 @@ class Compiler:
     micro_batches: int = 1
     """Number of micro-batches whose gradients are summed before sending."""
     exact: Mapping[str, ElementType] = field(default_factory=dict[str, ElementType])
-    """Gradients that are sent as 16-bit values because they are casts of them, equal on all ranks."""
+    """Gradients that are casts of 16-bit values and sent as those values: name to type, equal on all ranks."""
     keeps_order: bool = False
-    """True if results may not depend on buckets: norms for clipping are taken per gradient."""
+    """True if results must not depend on buckets. Norms for clipping are then taken per gradient."""
 
     def labelling(self) -> Passes:
         """Return the passes that need no plan: they label reductions and roles."""
@@ -247,4 +247,4 @@ AHEAD = "backward of the other micro-batches"
 """Name of the simulated task of earlier micro-batches."""
 
 FEED = "feed"
-"""Name of the task of work outside graph nodes: spread over a real step, simulated at its start."""
+"""Name of the task of work outside graph nodes. The simulation puts all of it at the start."""

@@ -3,7 +3,7 @@
     logging.getLogger("fxcomp").setLevel(logging.INFO)       # phases with seconds, choices, changes
 
 If a compilation takes more than two seconds, rank 0 shows the current phase on standard error; without a terminal,
-it prints a summary at the end. FXCOMP_PROGRESS=0 shows nothing.
+rank 0 prints a summary at the end. FXCOMP_PROGRESS=0 shows nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _is_terminal() -> bool:
 
 
 def _write(text: str) -> None:
-    """Write to standard error, which a daemon lacks. Ignore failures, because an error would stop this rank only."""
+    """Write to standard error. Ignore failures, because an error would stop only this rank."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)

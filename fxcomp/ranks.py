@@ -48,7 +48,7 @@ class Stop:
     """First error and its place."""
     step: int | None = None
     has_begun: bool = True
-    """True if emitted code has run in that step."""
+    """True if emitted code has run in `step`."""
 
 
 def _next(what: str) -> str:
@@ -58,7 +58,7 @@ def _next(what: str) -> str:
 
 
 class Ranks:
-    """Ranks of one compilation or of its step. A single rank does not communicate."""
+    """Ranks of one compilation and of the compiled step. A single rank does not communicate."""
 
     def __init__(self, members: Members | None, root: Conversation | None, fits_links: bool):
         self.members = members
@@ -79,7 +79,7 @@ class Ranks:
 
     @classmethod
     def join(cls, cluster: Cluster | None, what: str, group: Any = None) -> Ranks:
-        """Connect the ranks of a process group (default: all). All ranks make equally many calls with the same `what`.
+        """Connect the ranks of a process group (default: all). All ranks make the same number of calls per `what`.
 
         Raises BadCall and BadOption.
         """
@@ -115,7 +115,7 @@ class Ranks:
 
     @classmethod
     def stay_away(cls, what: str, group: Any, error: BaseException) -> None:
-        """Report an error to ranks that wait in a meeting `what`, now or later, in place of this rank's next `join`.
+        """Replace this rank's next `join`: report `error` to ranks that wait in the meeting `what`, now or later.
 
         Raises no FxcompError.
         """
@@ -126,7 +126,7 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Name of the meeting; empty for a single rank."""
+        """Name of this compilation in the store, such as `compile_step_0`; empty for a single rank."""
         return "" if self._root is None else self._root.name
 
     @staticmethod
@@ -136,7 +136,7 @@ class Ranks:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes about excluded ranks."""
+        """A note if other ranks of the job do not take part, else empty."""
         if self.members is None or self.members.is_whole_job:
             return ()
         return (f"gradients are averaged over {self.members}; the other ranks are left alone",)
@@ -202,7 +202,7 @@ class Ranks:
         return [Stop(**stop) for stop in self._stops.hear("stopping", range(self.world_size))]
 
     def knows(self, error: BaseException) -> bool:
-        """Return True if all ranks raise this error here."""
+        """Return True if all ranks raise at the topic where this error was raised."""
         return self._talk is not None and self._talk.knows(error)
 
     def at_step(self, step: int | None) -> None:
@@ -246,7 +246,7 @@ class Ranks:
         return [value] if self._talk is None else self._talk.attempt(topic, lambda: value)
 
     def from_rank_0(self, topic: str, work: Callable[[], Any]) -> Any:
-        """Return rank 0's result (plain data)."""
+        """Run `work` on rank 0, and return the result (plain data) on all ranks."""
         return work() if self._talk is None else self._talk.from_rank_0(topic, work)
 
     def check_same(self, topic: str, facts: dict[str, Any]) -> None:
@@ -255,9 +255,9 @@ class Ranks:
             self._talk.check_same(topic, facts)
 
     def tell(self, what: str, value: T, members: Sequence[int], place: str) -> dict[int, T]:
-        """Exchange plain data with some ranks, which all call it. Returns values by global rank.
+        """Exchange plain data between `members`, which all call it. Returns values by global rank.
 
-        `place` is an identifier: the same on these ranks, and unique until ranks reconnect.
+        `place` identifies the exchange. It must be equal on these ranks, and unique until ranks reconnect.
         """
         assert self._root is not None, "a rank that is alone has no other rank to reach"
         numbers = tuple(self.numbers[rank] for rank in members)
@@ -322,10 +322,10 @@ class Ranks:
 
 
 def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link = LOCAL_LINK) -> Cluster:
-    """Return the cluster of a live process group, with the ranks of `group` (default: all) in its order.
+    """Return the cluster of a live process group, with the ranks of `group` (default: all) in group order.
 
-    Every rank of the group calls it; they exchange host names through the store. `intra` and `inter` are the links
-    inside and between hosts, assumed by default; `compile_step` without `cluster=` measures them. The topology of a
+    Every rank of the group calls it. Ranks exchange host names through the store. `intra` and `inter` are the links
+    inside and between hosts, assumed by default; `compile_step` without `cluster=` measures links. The topology of a
     group that shares links with others is
     `cluster_of_group().topology_of(torch.distributed.get_process_group_ranks(group))`.
     """
@@ -343,7 +343,7 @@ ALONE = Ranks(None, None, False)
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """Return a view of an expanded tensor without repeated elements."""
+    """Return a view that omits the repeated elements of an expanded tensor."""
     return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
@@ -366,7 +366,7 @@ def _places(names: Sequence[str]) -> list[int]:
 
 
 def _check_alone(cluster: Cluster | None, group: Any) -> None:
-    """Raise BadCall for several ranks or a group without torch.distributed."""
+    """Raise BadCall if the cluster has several ranks or a group is given."""
     check_is_cluster(cluster)
     if cluster is not None and cluster.world_size > 1:
         raise BadCall(

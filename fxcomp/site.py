@@ -6,7 +6,8 @@ Ranks in other groups average other tensors over the same links at the same time
     group 0      rank 0 ──────── rank 2        shard 0 of the gradients
     group 1      rank 1 ──────── rank 3        shard 1, on the same link as group 0
 
-Groups that start every collective at the same time share links equally, so equal cost tables give equal plans.
+Groups with equal buckets, hosts and options measure links at the same time, and the first group chooses one plan for
+all. Their collectives then start together, and share links equally.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """One rank of each process group that shares links with this rank's group."""
+    """Communication between process groups that share links: this rank and one rank of each other group."""
 
     ranks: Ranks
     group: Any = None
 
     @classmethod
     def of(cls, group: Any, what: str) -> Beside:
-        """Return the ranks of a process group, which all call it."""
+        """Return the ranks of process group `group`. All of these ranks call `of`."""
         ranks = Ranks.join(None, f"{what} next to each other", group)
         return cls(ranks, group) if ranks.world_size > 1 else NOBODY
 
@@ -48,7 +49,7 @@ class Beside:
         return self.ranks.together(what)
 
     def do_the_same(self, topic: str, facts: dict[str, Any]) -> bool:
-        """Return True if all groups pass the same facts. All groups get the same result."""
+        """Return True if all groups pass equal `facts`. All groups get the same result."""
         everyone = self.ranks.gather(topic, facts)
         return all(theirs == everyone[0] for theirs in everyone)
 
@@ -70,14 +71,12 @@ NOBODY = Beside(ALONE)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Ranks, cluster, network and device, as used by one rank."""
-
     ranks: Ranks
     cluster: Cluster
     transport: Transport
     device: torch.device
     beside: Beside = NOBODY
-    """Groups that share links and hosts with these ranks."""
+    """Groups that share links and hosts with this site's ranks."""
 
     @classmethod
     def of(cls, ranks: Ranks, cluster: Cluster | None, device: torch.device, beside: Beside = NOBODY) -> Site:
@@ -95,7 +94,7 @@ class Site:
         return self.ranks.rank
 
     def everyone(self, topic: str, value: T) -> list[T]:
-        """Return the values (plain data) of all ranks of all groups, which all call it."""
+        """Return the values (plain data) of all ranks of all groups. All these ranks call it."""
         return [each for group in self.beside.gather(topic, self.ranks.gather(topic, value)) for each in group]
 
     def processors(self) -> Processors:
@@ -119,7 +118,6 @@ class Site:
         self.ranks.extend(self.transport, plan)
 
     def sum_over_ranks(self, value: Tensor) -> None:
-        """Sum a tensor over all ranks, in place. Every rank calls it."""
         self.transport.all_reduce(value, "world", "main").wait()
 
     def gather_numbers(self, what: str, values: Sequence[float]) -> list[list[float]]:

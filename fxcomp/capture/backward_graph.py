@@ -27,7 +27,7 @@ from fxcomp.runtime.members import Members
 
 @dataclass(frozen=True, slots=True)
 class FoundParameters:
-    """Trainable parameters among a graph's inputs, and the location of Dynamo's graph break."""
+    """Trainable parameters among a graph's inputs; `break_` has line and reason of a graph break, if any."""
 
     parameters: Mapping[str, nn.Parameter]
     names: Mapping[int, str]
@@ -36,7 +36,7 @@ class FoundParameters:
 
     @classmethod
     def of(cls, gm: GraphModule, inputs: Sequence[Any], model: nn.Module | None) -> FoundParameters:
-        """Find the parameters, named as in `model` if it owns them."""
+        """Find the parameters. Names come from `model`; other parameters are named by Dynamo's source."""
         owned = {id(p): name for name, p in model.named_parameters()} if model is not None else {}
         parameters: dict[str, nn.Parameter] = {}
         names: dict[int, str] = {}
@@ -50,7 +50,7 @@ class FoundParameters:
         return cls(parameters, names, compat.graph_break(gm))
 
     def averaged(self, graph: GraphModule, ignore: Sequence[str]) -> list[int]:
-        """Return the input indices of parameters whose gradients a backward graph computes."""
+        """Return the input indices of parameters that get a gradient in `graph`, except names in `ignore`."""
         made = set(compat.gradient_places(graph).values())
         return [place for place, name in self.names.items() if place in made and name not in ignore]
 
@@ -84,7 +84,7 @@ def label_backward(graph: GraphModule, names: Mapping[int, str], members: Member
         output(None, (%alias, None))
 
     `names` maps input indices to trainable parameters. The ranks in `members` average the gradients. The alias has the
-    role update, so it comes after the collective: a view of the averaged bucket, whose memory the step's caller owns.
+    role update, so it runs after the collective and views the averaged bucket. The step's caller owns that memory.
     """
     gm = reshape_uncertain_views(clone(graph), inputs_are_certain=False)
     _replay_states(gm)

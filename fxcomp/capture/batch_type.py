@@ -1,7 +1,7 @@
 """Read the type of a batch: tensor metadata, plain values and structure.
 
-Batches of one type can run through one graph. Some tensor subclasses and layouts cannot be captured,
-nor can shared memory that the step writes.
+Batches of one type can run through one graph. Some tensor subclasses and layouts cannot be captured. Neither can steps
+that write memory shared by two inputs.
 
     mean    f32[8]   buffer
     tail    f32[4]   buffer, mean[4:]     writing mean changes tail too in eager PyTorch, but not in a graph
@@ -27,13 +27,13 @@ from fxcomp.errors import CaptureFailed, Unsupported
 from fxcomp.graph.captured import written_nodes
 
 PLAIN: Hashable = None
-"""Kind of a strided Tensor without lazy conjugation or negation."""
+"""Result of `kind_of` for a strided torch.Tensor without lazy conjugation or negation."""
 
 _NEITHER = (False, False)
 
 
 def kind_of(tensor: Tensor) -> Hashable:
-    """Return a key of class, layout and lazy conjugation or negation; PLAIN for most tensors."""
+    """Return a key that identifies a tensor's class, layout, and lazy conjugation or negation."""
     lazily = tensor.is_conj(), tensor.is_neg()
     if type(tensor) is Tensor and tensor.layout is torch.strided and lazily == _NEITHER:
         return "buffer" if getattr(tensor, "_is_buffer", False) else PLAIN
@@ -104,7 +104,7 @@ def overlaps(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Difference between two states or two batches."""
+    """Difference between two batches, or between two states of watched values."""
 
     what: str
     before: str
@@ -150,14 +150,14 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
 
 
 def distinct(batch: Any) -> list[tuple[str, Any]]:
-    """List the leaves of a batch as (path, value), with None for a repeated tensor."""
+    """List the leaves of a batch as (path, value). The value is None for a repeated tensor."""
     leaves = flatten_with_paths(batch)
     first = first_places([leaf for _, leaf in leaves])
     return [(path, leaf if first[i] == i else None) for i, (path, leaf) in enumerate(leaves)]
 
 
 def sharing(model: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    """List model tensors that share memory."""
+    """Return (label, names and offsets of tensors) for each memory that model tensors share."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     places: dict[int, list[tuple[str, int]]] = {}
     for name, tensor in named:
@@ -200,10 +200,10 @@ class TensorType(NamedTuple):
     dtype: torch.dtype
     device: str
     strides: tuple[int, ...] | None
-    """In elements; None if contiguous."""
+    """Strides in elements; None if the tensor is contiguous."""
     requires_grad: bool
     same_as: int
-    """Index of the first leaf with this tensor."""
+    """Index of the first leaf that is this tensor."""
     shares_with: int
     """Index of the first leaf in the same memory."""
     kind: Hashable = PLAIN

@@ -1,7 +1,7 @@
 """Run a forward pass on traced tensors as eager PyTorch would; raise CaptureFailed for operations that tracing changes.
 
 Errors name the user's line, the value that Python read, and a remedy. One documented difference remains: the gradient
-of `nn.Embedding(sparse=True)` is dense, because buckets are.
+of `nn.Embedding(sparse=True)` is dense, because a bucket holds dense tensors.
 """
 
 # torch's overrides are untyped; accessors of sparse entries are private.
@@ -155,7 +155,7 @@ _ASIDE: Mapping[str, Any] = {name: inspect.getattr_static(Tensor, name) for name
 
 @contextmanager
 def faithful(stand_ins: StandIns, fakes: StepFakes, *, caches_casts: bool) -> Generator[_Refusing]:
-    """Make a forward and backward pass on traced stand-ins of the model's tensors compute as eager PyTorch.
+    """Give a traced forward and backward pass the results of eager PyTorch, or raise.
 
     Yields a recorder of gradient hooks and of weights whose gradient is sparse in eager PyTorch.
 
@@ -211,7 +211,7 @@ _VALUES = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Ten
 
 
 _ENTRIES = (Tensor._nnz, Tensor.values, Tensor.indices, Tensor._values, Tensor._indices)
-"""Accessors of sparse entries, whose number depends on data."""
+"""Accessors of a sparse tensor's entries. The number of entries depends on data."""
 
 _CASTS_INSIDE = (torch.bilinear, torch.nn.functional.bilinear)
 """Composite operators whose inner operators are cast by autocast."""
@@ -235,11 +235,11 @@ _QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquan
 
 
 _TAKES_NUMBERS = (torch.nn.functional.interpolate, torch.nn.functional.pad)
-"""Functions of one tensor whose sizes or factors may be scalar tensors."""
+"""Functions that accept scalar tensors as sizes or factors."""
 
 
 class _Refusing(EqualToReal):
-    """Function mode that raises for calls that no operator can represent, such as `.numpy()`, and adapts others."""
+    """Function mode that raises for calls without an operator, such as `.numpy()`, and corrects a few others."""
 
     def __init__(self, stand_ins: StandIns, reader: NumberReader):
         super().__init__(stand_ins)
@@ -303,7 +303,7 @@ class _Refusing(EqualToReal):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _assign(self, tensor: Tensor, value: Tensor) -> None:
-        """Write a value assigned to `.data` into a buffer or frozen parameter."""
+        """For `tensor.data = value`, copy the value into the buffer or frozen parameter; otherwise raise."""
         name = self._stand_ins.name(tensor)
         alike = tensor.shape == value.shape and tensor.dtype is value.dtype and tensor.device == value.device
         is_known = any(compat.is_alias(value, each) for each in self._stand_ins.by_id.values())

@@ -4,8 +4,6 @@
     torch.rand([]) < 0.1         raises: the result depends on the draw
     torch._grouped_mm of fp32    has a shape: torch's fake accepts bf16 only
     batch_norm of a transpose    is contiguous: torch's fake copies the input's layout
-    ctc_loss                     has a shape: torch has no fake if lengths are tensors
-    fake quantization of QAT     resizes its ranges at its first call: torch's fake does not
     ones(3).bool().mul_(2)       raises, as eager does: a long result does not fit a bool tensor
 
 Ranges of random values are propagated through monotone operators. A range with equal ends is a constant.
@@ -76,7 +74,7 @@ _CASTS = {
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
     aten.logit_.default: aten.logit.default,
 }  # fmt: skip
-"""In-place operators whose fakes do not check the result type, with out-of-place operators that compute it."""
+"""In-place operators whose fakes do not check the result type, with operators whose fakes return this type."""
 
 MAKER = "fxcomp_maker"
 """Name of the attribute in which a fake stores its operator."""
@@ -87,7 +85,7 @@ class Unknown:
     """A number or size that depends on data."""
 
     maker: OpOverload | None
-    """Operator that returned it; None for an input."""
+    """Operator that returned the number; None if read from an input."""
     dtype: torch.dtype
     is_drawn: bool
     is_size: bool
@@ -188,7 +186,7 @@ class StepFakes(compat.FakeMode):
                 self._ranges.pop(_storage(tensor), None)
 
     def _number(self, func: OpOverload, types: Sequence[type], args: Sequence[Any]) -> Any:
-        """Read a scalar tensor. Return a number if its range has equal ends, else a symbol."""
+        """Read a scalar tensor. Return a number if the range of the tensor has equal ends, else a symbol."""
         tensor, ends = args[0], self._range_of(args[0])
         low = high = None
         if ends is not None:
@@ -261,7 +259,7 @@ def _resize_ranges(quantized: Tensor, _observes: Tensor, _quantizes: Tensor, *ot
 
 
 def _ctc_loss(states: Any, log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return fakes of the losses, [rows], and the saved log alphas, [rows, steps, states]."""
+    """Return fakes of the losses, [batch size], and the saved log alphas, [batch size, steps, states]."""
     steps, rows = log_probs.shape[:2]
     return log_probs.new_empty([rows]), log_probs.new_empty([rows, steps, states])
 
@@ -283,7 +281,7 @@ def _grouped_product(
 
 
 Varying = Mapping[int, frozenset[int]]
-"""Dimensions of batch tensors with varying size, by leaf index."""
+"""Dimensions whose size varies between batches, by index of the batch leaf."""
 
 FIXED_SIZES: Varying = MappingProxyType({})
 NO_FLOATS: Mapping[str, Place] = MappingProxyType({})
@@ -344,7 +342,7 @@ class StepInputs:
 
     @contextmanager
     def in_place(self, traced: Sequence[Any]) -> Generator[None]:
-        """Replace the live floats by traced numbers inside the context."""
+        """Replace Python floats that are graph inputs (`live`) by traced numbers inside the context."""
         before = [(place, place.value) for place in self.live.values()]
 
         def note() -> None:
@@ -361,7 +359,7 @@ class StepInputs:
 
     @property
     def decided(self) -> list[str]:
-        """Names of live floats that decided a branch, or that Python read as a plain number or text."""
+        """Names of the floats in `live` that decided a branch, or that Python read as a plain number or text."""
         decided = compat.decided_symbols(self.mode.shapes)
         pairs = zip(self.live, self._symbols, strict=True)
         return [name for name, symbols in pairs if self._are_written or decided & symbols]
@@ -380,16 +378,16 @@ class StepInputs:
         return pytree.tree_unflatten([traced[place] for place in self.first_places], self.batch_spec)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake for the forward and backward pass."""
+        """Return a tensor's fake for the forward and backward pass."""
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def of_update(self, tensor: Tensor) -> Tensor:
-        """Return the fake for the optimizer's update."""
+        """Return a tensor's fake for the optimizer's update."""
         return self.update_mode.from_tensor(tensor.detach(), static_shapes=True)
 
 
 def _feed(model: nn.Module, name: str, value: Tensor) -> Feed | None:
-    """Return a reader of a buffer or frozen parameter; None for trained parameters."""
+    """Return a function that reads a buffer or frozen parameter; None for trained parameters."""
     if value.requires_grad:
         return None
     path, _, attribute = name.rpartition(".")

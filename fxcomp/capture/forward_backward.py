@@ -1,7 +1,7 @@
 """Trace the loss function and its backward pass into one functional graph; raise if the graph would train wrongly.
 
-While tracing, traced tensors replace the model's parameters and buffers. If the forward pass assigns a tensor to a
-buffer, the graph copies it into the old buffer, so shape and dtype must not change.
+While tracing, traced tensors replace the model's parameters and buffers. If the forward pass assigns a new tensor to a
+buffer, the graph copies the new tensor into the old buffer, so both need the same shape and dtype.
 """
 
 # private tables of nn.Module
@@ -65,13 +65,13 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
 
 
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device] | None
-"""Shape, dtype and device of a table's entry; None if it holds no tensor."""
+"""Shape, dtype and device of a parameter or buffer; None if missing."""
 
 
 def _write_back(held: Sequence[tuple[str, Table, Mapping[str, tuple[Any, _Kind]]]]) -> None:
     """Copy tensors that the forward pass assigned to buffers into the original buffers.
 
-    Raises CaptureFailed if shape, dtype or device of a tensor changes, also in place, as by resize_.
+    Raises CaptureFailed if the shape, dtype or device changes, by assignment or in place (resize_).
     """
     with torch.no_grad():
         for place, table, original in held:
@@ -122,13 +122,13 @@ class Outputs:
     gradient_names: tuple[str, ...]
     without_gradient: tuple[str, ...]
     is_weighted: bool
-    """True if a count follows the loss."""
+    """True if loss_fn returns a WeightedLoss. The second output is then the count of elements."""
     densified: tuple[str, ...] = ()
     """Parameters whose gradients are sparse in eager PyTorch."""
     prelude: Prelude | None = None
 
     def results_of(self, body: GraphModule) -> list[Any]:
-        """List the graph's results, including auxiliary constants."""
+        """List the graph's results, with the auxiliary constants in their places."""
         returned: Any = body.graph.output_node().args[0]
         values = iter(returned)
         before = [next(values) for _ in range(1 + self.is_weighted)]
@@ -273,10 +273,9 @@ def _check_is_all_trained(leaves: Iterable[Tensor], stand_ins: StandIns) -> None
 
 
 def _gradients(loss: Tensor, seed: Sequence[Tensor] | None, wanted: Sequence[Tensor], *, whole: bool) -> list[Any]:
-    """Run the backward pass of a loss.
+    """Return the gradients of `wanted`; None for a tensor that the loss does not use.
 
-    `autograd.grad` misses gradients from a nested `backward()`, as in reentrant checkpointing and reversible blocks.
-    With `whole`, they are included.
+    `whole` includes gradients from a nested `backward()` (reentrant checkpointing), which `autograd.grad` misses.
     """
     if not whole:
         return list(torch.autograd.grad([loss], wanted, seed, allow_unused=True))
@@ -294,7 +293,7 @@ def _calls_out(loss: Tensor) -> bool:
 
 
 def _as_made(gradient: Tensor | None, arrived: Sequence[Tensor]) -> Tensor | None:
-    """Return the only element of `arrived` if `gradient` is a copy of it, else `gradient`."""
+    """Return the only gradient that a hook received (`arrived`) if `gradient` copies it, else `gradient`."""
     if gradient is None or len(arrived) != 1:
         return gradient
     is_copy = compat.node_of(gradient).all_input_nodes == [compat.node_of(arrived[0])]
@@ -348,7 +347,7 @@ _RANDOM_IN_PLACE = {
 def _restore_random_order(body: GraphModule) -> None:
     """Turn functional random fills of fresh tensors back into in-place fills.
 
-    The functional operator makes a contiguous result; an in-place fill follows memory order, which differs for
+    An in-place fill draws in memory order, the functional operator in the order of indices. The orders differ for
     transposed tensors.
     """
     for node in body.graph.nodes:
@@ -357,7 +356,7 @@ def _restore_random_order(body: GraphModule) -> None:
 
 
 def check_forward_backward(body: GraphModule, model: nn.Module) -> None:
-    """Raise CaptureFailed for new draws in backward, and for reads of tensors or parameters kept outside the model."""
+    """Raise CaptureFailed for new draws in backward, and for reads of kept fakes or kept model parameters."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     outputs: Any = body.graph.output_node().args[0]
     check_draws_again(body, outputs[0])

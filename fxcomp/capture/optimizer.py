@@ -16,7 +16,7 @@ from fxcomp import compat, errors
 from fxcomp.graph.work import is_sequence
 
 LIVE_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas")
-"""Hyper-parameters that are inputs of the graph, unless zero; `lr` always is."""
+"""Hyper-parameters that are inputs of the graph. A zero is a constant, except for `lr`."""
 
 GivenOptimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -67,14 +67,14 @@ def fresh_states(optimizer: torch.optim.Optimizer) -> dict[Tensor, FreshState]:
 
 
 def forget_written(optimizer: torch.optim.Optimizer, *of_step: object) -> None:
-    """Remove from `fresh_states` the parameters that an eager step updates, or all after loading a state."""
+    """Empty `fresh_states` after state was loaded; after an eager step, remove parameters with a gradient only."""
     known = _FRESH.get(optimizer, {})
     for parameter in [each for each in known if not of_step or each.grad is not None]:
         del known[parameter]
 
 
 def all_optimizers(given: GivenOptimizers) -> tuple[torch.optim.Optimizer, ...]:
-    """List a model's optimizers. Raises Unsupported for an empty list or another type."""
+    """List a model's optimizers. Raises Unsupported for an empty list or a non-optimizer."""
     found: tuple[Any, ...] = tuple(given) if is_sequence(given) else (given,)
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
@@ -97,7 +97,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the class is torch's, whose updates read one parameter only."""
+    """Return whether the class is torch's. Updates by torch's classes read one parameter only."""
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -212,7 +212,7 @@ def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def is_kept(state: Mapping[str, Any]) -> bool:
-    """Return whether any value of a state is not None. SGD without momentum keeps None."""
+    """Return whether a state has a value other than None. SGD without momentum stores only None."""
     for value in state.values():  # noqa: SIM110  # faster than any(), and called before every step
         if value is not None:
             return True

@@ -1,6 +1,6 @@
-"""Create an optimizer's state before its first step, with the first step's initial values.
+"""Create an optimizer's state before its first step, with the values that the first step would start from.
 
-`habits` are the rules of the state, by group number (`probe.py`).
+`habits` maps group numbers to the rules by which a step initializes and updates state (`probe.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxcomp.capture.shadow import plain_options, shadow_of, unseen
 def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
     """Create missing state, and record it in `fresh_states`.
 
-    The values come from the first step of a stand-in, shared by similar parameters.
+    A copied optimizer's first step yields the values, once for all similar parameters.
     """
     missing = [owner for owner in owned if not is_kept(owner.state)]
     for owner in missing:
@@ -36,7 +36,7 @@ def materialize_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> N
 
 
 def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
-    """Reinitialise fresh states after parameters or options may have changed."""
+    """Recompute fresh states in place, because parameters or options may have changed and states may depend on them."""
     for owner, begun in zip(owned, _beginnings(owned, habits), strict=True):
         for key, value in owner.state.items():
             if isinstance(value, Tensor):
@@ -45,7 +45,7 @@ def renew_state(owned: Sequence[Owned], habits: Mapping[int, Habits]) -> None:
 
 
 def is_fresh(owner: Owned) -> bool:
-    """Return whether a parameter's state is unwritten since its creation."""
+    """Return whether a parameter's state still has the values that `materialize_state` gave it."""
     known = fresh_states(owner.optimizer).get(owner.parameter)
     if known is None or known.state is not owner.state:
         return False

@@ -1,7 +1,7 @@
 """Find side effects and state of an optimizer's step, by stepping a stand-in for the smallest parameter of each group.
 
 The probe records the first value that a first step writes to each state entry. These values are the initial state if
-a step that starts with them gives the first step's result bit for bit.
+a step that starts with them gives exactly the first step's result.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Recorders(dict[Tensor, _StateRecorder]):
 
 
 _STEPS = 4
-"""Number of steps that identify a counter."""
+"""Number of steps for which a counter must grow by the same increment."""
 
 _RATE = 1e-3
 """Learning rate of stand-ins if the group's rate is zero, as in a warm-up."""
@@ -93,7 +93,7 @@ class Habits:
     zeros: frozenset[str] = frozenset()
     """State tensors that the first step sets from the gradient, as SGD sets its momentum buffer.
 
-    Starting with zeros has the same effect.
+    A first step that starts from zeros has the same result.
     """
     follows_parameter: bool = False
     """True if the initial value of a state entry depends on the parameter's values."""
@@ -112,10 +112,7 @@ class Habits:
 
 
 def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int, Habits]:
-    """Return the rules of an optimizer's state, by group number.
-
-    Raises Unsupported for side effects that a graph of one update cannot have.
-    """
+    """Return `Habits` by group number. Raises Unsupported for side effects that a graph of one update cannot have."""
     members: dict[int, list[Owned]] = {}
     for owner in sorted(owned, key=lambda owner: owner.parameter.numel()):
         members.setdefault(owner.group, []).append(owner)
@@ -136,7 +133,7 @@ def probe(optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> dict[int,
 
 
 def check_habits(optimizer: torch.optim.Optimizer, owned: Sequence[Owned], known: Mapping[int, Habits]) -> None:
-    """Raise StepChanged if changed options change a user class's counters or make its initial state unknown."""
+    """Raise StepChanged if new options of a user's optimizer change counters or make the initial state unknown."""
     if is_torchs(optimizer):
         return
     for group, now in probe(optimizer, owned).items():
@@ -180,7 +177,7 @@ class _Probe:
         return same(after, first.value) and all(same(each, states.get(key)) for key, each in first.state.items())
 
     def _counters(self, first: FirstStep) -> dict[str, float]:
-        """Return the increment per step of each Python number in the state. Raises Unsupported if it varies."""
+        """Return the increment per step of each Python number in the state. Raises Unsupported if increments vary."""
         seen: dict[str, list[Any]] = {}
         value, state = first.value, first.state
         for _ in range(_STEPS):
@@ -275,7 +272,7 @@ def _check_tells_by_values(optimizer: torch.optim.Optimizer, owned: Sequence[Own
 class Draws:
     """Random values with a parameter's layout, from a private generator.
 
-    Meta parameters get values on the CPU, at most 256 in each dimension, to fit host memory.
+    Meta parameters get values on the CPU, with dimensions cut to 256 elements to fit host memory.
     """
 
     def __init__(self, like: Tensor, seed: int = 0):
@@ -321,7 +318,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal bit for bit."""
+    """Return whether two values have equal types and equal elements."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one, other)
     return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)

@@ -5,8 +5,7 @@
     flag.item() is True                     a truth value is read at once
     v != v, v * 0 == 0, copysign(1, v)      a float that is nan, infinite or -0.0 becomes a constant when it is read
 
-Without this, a symbol's text is "u0", its type SymInt, and SymPy's algebra is wrong for nan and infinity. A number that
-cannot be computed before the step cannot be read (`questions.py`). torch's own code still gets symbols.
+A number that cannot be computed before the step cannot be read (`questions.py`).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -74,9 +73,9 @@ class NumberReader:
         return _plain(found)
 
     def known(self, tensor: Tensor, *, of_batch: bool = False) -> Tensor | None:
-        """Return a tensor's values; None if they depend on an input of the step.
+        """Return a tensor's values if the step's inputs and draws do not affect them, else None.
 
-        With `of_batch` they may depend on the batch, buffers and frozen parameters.
+        With `of_batch`, the batch, buffers and frozen parameters may affect them.
         """
         traced, questions = compat.traced(tensor), self._fakes.questions
         if questions is None or not compat.is_fake(traced) or compat.knows_values(traced):
@@ -116,7 +115,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _number(symbol: Any) -> Any:
-    """Return a symbol's number. Raises one of compat.DATA_DEPENDENT if it is unknown."""
+    """Return a symbol's number. Raises one of compat.DATA_DEPENDENT if the number is unknown."""
     return _KINDS[type(symbol)](symbol)
 
 

@@ -70,7 +70,7 @@ def _storages_of(value: Any) -> Iterator[StorageWeakRef]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question, with the nodes whose numbers answer it."""
+    """A question, its answer while tracing, and the nodes that compute its numbers."""
 
     where: str
     text: str
@@ -82,7 +82,7 @@ class Asked:
 
 
 def staged(root: nn.Module, fed: Mapping[Node, Feed], asked: Sequence[Asked]) -> Prelude:
-    """Build the prelude. Nodes that can fail start a new stage, which runs after earlier questions are answered."""
+    """Build the prelude. Nodes that can fail start a new stage: it runs only if earlier answers are unchanged."""
     computed: set[Node] = set(fed)
     parts: list[tuple[list[Node], list[Asked]]] = []
     for question in asked:
@@ -137,12 +137,15 @@ class Given:
 
     value: Any
     feed: Feed | None
-    """Function from the batch's leaves to the value, called before each step; None for trained parameters and scale."""
+    """Function from the batch's leaves to the value, called before each step.
+
+    None for trained parameters and the loss scale.
+    """
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of nodes without in-place writes, shared by all questions."""
+    """Copies of nodes that do not depend on in-place writes. All questions share the copies."""
 
     tracer: Any = None
     of: dict[Node, Node] = field(default_factory=dict[Node, Node])
@@ -192,9 +195,9 @@ class Questions:
         return answer
 
     def value_of(self, tensor: Tensor, *, of_batch: bool) -> Tensor | None:
-        """Return a tensor's values; None if they depend on an input of the step.
+        """Return a tensor's values if the step's inputs and draws do not affect them, else None.
 
-        With `of_batch` they may depend on the batch, buffers and frozen parameters.
+        With `of_batch`, the batch, buffers and frozen parameters may affect them.
         """
         node = compat.node_of(tensor)
         nodes = ancestry(node)

@@ -10,8 +10,8 @@
     %again  compute  f32[4,8]  aten.bernoulli_.float(%empty_1, 0.9)
             compute            set_rng_state(%now, cpu)
 
-The graph has eager's draws and states in eager's order, so nested blocks, early stops and the final state match. Seeds
-become nodes too:
+The graph has eager's draws and states in eager's order, so nested checkpoints and the final state match. Seeds become
+nodes too:
 
     torch.manual_seed(7)  -->  seed_rng(7, cpu)
 
@@ -132,8 +132,8 @@ def _cuda(device: int | str | torch.device) -> torch.device:
 def drop_idle_states(body: GraphModule) -> None:
     """Remove reads and writes of states that no draw needs, as in a checkpointed block without dropout.
 
-    These are reads of a state that an earlier node has, writes of the current state, and writes that another write
-    replaces before a draw.
+    Removed are reads that return the same state as an earlier node, writes of the current state, and writes that
+    another write replaces before a draw.
     """
     while _drop_some(body):
         pass
@@ -147,7 +147,7 @@ def _drop_some(body: GraphModule) -> bool:
     known: dict[Any, Node] = {}
     """Node of the current state, by device."""
     undrawn: dict[Any, Node] = {}
-    """Last set or seed node without a later draw, by device."""
+    """Latest `set_rng_state` or `seed_rng` node of each device, while no draw or read depends on it."""
     for node in body.graph.nodes:
         if node.target is RNG_STATE:
             device = node.args[0]
@@ -179,8 +179,8 @@ def _drop_some(body: GraphModule) -> bool:
 def check_draws_again(body: GraphModule, loss: Node) -> None:
     """Raise if the backward pass draws numbers that do not repeat the forward pass's.
 
-    `loss` ends the forward pass. The backward pass repeats draws after it sets a seed or state of the forward pass, or
-    a state read during a replay (nested blocks).
+    `loss` ends the forward pass. The backward pass may draw after it sets a seed or state of the forward pass, or a
+    state that it read while repeating draws (nested checkpoints).
     """
     of_forward: set[Any] = set()
     seen_loss, replays = False, False

@@ -21,9 +21,9 @@ _NOT_COPIED = ("param_groups", "state", "step")
 def shadow_of(optimizer: torch.optim.Optimizer, *, knows_parameters: bool = False) -> torch.optim.Optimizer:
     """Make an optimizer of the same class and attributes without parameters.
 
-    The constructor does not run, because it may need more arguments. If an attribute refers to a parameter of the user,
-    the copy refers to an empty tensor, so that steps of the shadow cannot change the parameter; with
-    `knows_parameters` it refers to the parameter. Raises Unsupported for an attribute that cannot be copied.
+    The constructor does not run, because it may need more arguments. Attributes that refer to the user's parameters
+    refer to empty tensors in the copy, so that steps of the shadow cannot change a parameter. With `knows_parameters`
+    they keep the parameters. Raises Unsupported for an attribute that cannot be copied.
     """
     shadow: Any = object.__new__(type(optimizer))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -64,7 +64,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def step_alone(
     shadow: torch.optim.Optimizer, parameter: Tensor, options: Mapping[str, Any], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Step a shadow for one parameter. Return its new state."""
+    """Step a shadow for one parameter. Return the parameter's new state."""
     return step_together(shadow, [(options, [(parameter, state)])])[0]
 
 
@@ -72,7 +72,7 @@ def step_together(
     shadow: torch.optim.Optimizer,
     groups: Sequence[tuple[Mapping[str, Any], Sequence[tuple[Tensor, Mapping[str, Any]]]]],
 ) -> list[dict[str, Any]]:
-    """Step a shadow for groups of parameters. Return the new states."""
+    """Step a shadow for groups of parameters. Return the parameters' new states."""
     pairs = [pair for _, members in groups for pair in members]
     shadow.param_groups = [
         {**options, "params": [parameter for parameter, _ in members]} for options, members in groups

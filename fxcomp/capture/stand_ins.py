@@ -1,7 +1,7 @@
 """Make a traced tensor (stand-in) behave as the parameter or buffer that it replaces.
 
     p.no_decay          attributes are copied to the stand-in, and the step's writes are copied back
-    fisher[p]           a key made before compiling: the stand-in has the real tensor's hash, and equals it
+    fisher[p]           a key made before compiling: the stand-in has the real tensor's hash and compares equal
     id(p) in chosen     the user's code gets the real tensor's id
 
 `p is q` with a real tensor `q` stays false: see docs/contract.md.
@@ -23,7 +23,7 @@ from fxcomp.errors import CaptureFailed
 
 
 class StandIns:
-    """Stand-ins of one trace. `traced` has (real tensor, stand-in) by name."""
+    """Stand-ins of one trace. `traced` maps names to (real tensor, stand-in)."""
 
     def __init__(self, traced: Mapping[str, tuple[Tensor, Tensor]]):
         self._traced = traced

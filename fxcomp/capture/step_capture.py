@@ -1,7 +1,6 @@
 """Capture a job's step for planning, and again for other batches and settings.
 
-At the first capture all ranks agree which buffers rank 0 sends at each step. A warning names parameters without a
-gradient, which are skipped, as in eager PyTorch.
+A warning names parameters without a gradient. The step skips them, as eager PyTorch does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fxcomp.graph.info import update_info
 from fxcomp.ranks import ALONE, Ranks
 
 SMALL_BYTES = 1 << 16
-"""Maximum total size, in bytes, of sent buffers that no step writes: worth a few latencies (assumed)."""
+"""Maximum total size, in bytes, of sent buffers that no first capture writes (assumed to be cheap)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class SharedBuffers:
 
     @classmethod
     def agree(cls, graph: GraphModule, ranks: Ranks = ALONE) -> SharedBuffers:
-        """Agree on the buffers; every rank calls it with its first capture."""
+        """Agree on the buffers that rank 0 sends. Every rank calls this method with its first capture."""
         inputs = buffers(graph)
         names = {node: name for name, node in inputs.items()}
         mine: dict[str, Any] = {
@@ -101,7 +100,7 @@ def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Return whether elements share memory, as in an expanded tensor, which cannot be written."""
+    """Return whether elements of a tensor share memory, as after `expand`. No step can write such a tensor."""
     return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 
@@ -157,17 +156,17 @@ class StepCapture:
 
     @classmethod
     def agreed(cls, training: Training, first: Captured, batch: Any, ranks: Ranks = ALONE) -> StepCapture:
-        """Agree on the buffers that rank 0 sends; every rank calls it with its first capture."""
+        """Agree on the buffers that rank 0 sends. Every rank calls this method with its first capture."""
         shared_buffers = SharedBuffers.agree(first.graph, ranks)
         shared_buffers.mark(first.graph)
         kind, _ = batch_type(batch)
         return cls(training, first, kind, StepGuard(training), shared_buffers, ranks.world_size == 1)
 
     def again(self, batch: Any, varying: Varying) -> Captured:
-        """Capture for another batch; `varying` gives the symbolic dimensions of its tensors, by leaf.
+        """Capture for another batch; `varying` maps batch leaves to their symbolic dimensions.
 
-        Ranks do not communicate. Raises CaptureFailed, and StepChanged if other parameters get a gradient, because
-        all ranks then need another plan.
+        Ranks do not communicate. Raises StepChanged if the parameters with a gradient differ from the first capture's,
+        because all ranks then need another plan.
         """
         captured = capture(self.training, batch, varying)
         if captured.is_weighted != self.first.is_weighted:

@@ -57,7 +57,7 @@ class StructureGuard:
         self._groups: list[list[Tensor]] = [list(group["params"]) for group in groups_of(optimizers)]
 
     def check(self) -> None:
-        """Raise StepChanged if a parameter's requires_grad, hooks, memory or group changed, or for optimizer hooks."""
+        """Raise StepChanged if requires_grad, memory, group or hooks of a parameter, or optimizer hooks, changed."""
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._trainable:
             self._check_trainable()
         if any(map(_BACKWARD_HOOKS, self._parameters)) or any(map(_ACCUMULATE_HOOKS, self._parameters)):
@@ -78,7 +78,7 @@ class StructureGuard:
                 )
 
     def frozen(self) -> tuple[int, ...]:
-        """Return the indices of newly frozen parameters, which `find_unused_parameters` allows."""
+        """Return the indices of parameters frozen since compilation; empty without `find_unused_parameters`."""
         if not self._finds_unused:
             return ()
         now = map(_REQUIRES_GRAD, self._parameters)
@@ -205,7 +205,7 @@ class Key(NamedTuple):
     """Everything that a capture depends on, except the batch."""
 
     watched: int
-    """Index of the watched values' state in `Watch`, local to this rank."""
+    """Result of `Watch.number`. Ranks may number the same values differently."""
     options: tuple[Hashable, ...]
     attributes: tuple[Hashable, ...]
     """Attributes of optimizers of user classes."""
@@ -234,7 +234,7 @@ class StepGuard:
         return self._training.watch.watched()
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Do not count changes of floats by tracing."""
+        """Do not count changes of floats (LIVE_AFTER in watch.py) inside the context."""
         return self._training.watch.capturing()
 
     def change(self, old: Key, new: Key) -> Change | None:
@@ -255,9 +255,9 @@ class StepGuard:
 
 
 def settled(guard: StepGuard, trace: Callable[[], T], graph: Callable[[T], GraphModule]) -> T:
-    """Return `trace()`, or a second trace if the first one changed the model, as a lazy set-up does.
+    """Return `trace()`. If tracing changed the model, as a lazy set-up does, return a second trace.
 
-    Raises StepChanged if the second changes the model too, or computes differently.
+    Raises StepChanged if the second trace changes the model too, or if its graph differs from the first.
     """
     start = guard.key()
     with put_back_if_refused(guard.watched()), guard.capturing():
@@ -294,14 +294,14 @@ def _compute_the_same(one: GraphModule, other: GraphModule) -> bool:
 
 
 class _BakedOptions:
-    """Options of a parameter group. Live numbers appear only by name."""
+    """Options of a parameter group. Live numbers (graph inputs) appear only by name."""
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
         self._baked: tuple[Hashable, ...] = ()
 
     def read(self, group: dict[str, Any]) -> tuple[Hashable, ...]:
-        """Return the options: the last result if all objects are the same and none is a list or dict."""
+        """Return the options. Reuse the last result if every value is the same object and none is a list or dict."""
         values = [*group, *group.values()]
         if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
             self._baked = _baked_options(group)

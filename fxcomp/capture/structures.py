@@ -4,8 +4,8 @@
  -->
     [%x, %y]    Batch is rebuilt by copyreg.__newobj__; its state is a dict of x and y
 
-Objects are split and rebuilt as by copy.copy, without the constructor. An attribute of a
-mapping (transformers.BatchEncoding) is omitted if it holds no tensor or plain value.
+Objects are split and rebuilt as by copy.copy, without the constructor. Attributes of a mapping
+(transformers.BatchEncoding) without a tensor or plain value are omitted.
 """
 
 # untyped copy protocol
@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, 
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value may be a constant. Operators do not accept NumPy scalars."""
+    """Return whether a value may be a constant. NumPy scalars may not, because operators do not accept them."""
     return isinstance(value, _PLAIN) and type(value).__module__ != "numpy"
 
 
@@ -48,7 +48,7 @@ class _Opened:
     """Object split into parts, whose own parts are split too."""
 
     how: tuple[Any, ...]
-    """Function that makes the object, with its leading callable arguments."""
+    """Function that makes the object, then those of its first arguments that are callable."""
     parts: list[Any]
     """Other arguments, state, list items and mapping items."""
 
@@ -101,7 +101,7 @@ def _close(parts: Iterable[Any], how: Any) -> Any:
 
 
 class _Unnamed:
-    """Key without text in a path."""
+    """Key of an object's part; an empty string in the path of a leaf."""
 
     def __str__(self) -> str:
         return ""

@@ -80,7 +80,7 @@ class LossScale:
         return self.scale._version
 
     def tell(self, *, skipped: bool) -> None:
-        """Pass the flag `skipped`, equal on all ranks, to `scaler.update`."""
+        """Report to the GradScaler, before its `update`, if the ranks skipped the step."""
         found_inf = torch.full((), float(skipped), device=self.device)
         for optimizer in self.optimizers:
             compat.mark_stepped(self.scaler, optimizer, found_inf)
@@ -90,7 +90,7 @@ class LossScale:
 class WeightedLoss:
     """A loss whose elements have equal weight across ranks and micro-batches.
 
-    Gradients are of the summed losses of all ranks, divided by their summed counts. A step returns this rank's mean.
+    The step differentiates (sum of all ranks' losses) / (sum of all ranks' counts). It returns this rank's mean loss.
     `WeightedLoss(losses.sum(), (labels != -100).sum())` is the mean over all labelled tokens.
     """
 
@@ -124,7 +124,7 @@ class WeightedLoss:
 
 
 def split(result: Any) -> tuple[Any, Any, bool]:
-    """Split a loss function's result into loss, auxiliary result, and a flag for its presence."""
+    """Split loss_fn's result into loss, auxiliary result, and True if there is an auxiliary result."""
     parts: Any = result
     has_aux = isinstance(result, tuple) and len(parts) == 2
     loss, aux = parts if has_aux else (parts, ())
@@ -148,7 +148,7 @@ class Training:
     max_grad_norm: float | None
     max_grad_value: float | None
     habits: Mapping[int, Habits]
-    """Rules of the optimizers' state, by group number."""
+    """Rules by which the optimizers initialize and update state, by group number."""
     finds_unused: bool = False
     """True if parameters unused by the loss get zero gradients."""
     loss_scale: LossScale | None = None
@@ -193,7 +193,7 @@ class Training:
 
 
 def owned_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Owned, ...]:
-    """Match the optimizers' parameters with the model's. Raises Unsupported."""
+    """List the trainable parameters that the optimizers update. Raises Unsupported if a compiled step cannot train."""
     for optimizer in optimizers:
         check_optimizer(optimizer)
     _check_is_bare(model)

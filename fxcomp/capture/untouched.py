@@ -1,8 +1,8 @@
 """Undo changes to watched values during tracing, and raise for changes that a compiled step would not make.
 
     self.aux = [hidden]      model.aux holds a fake tensor: removed, and named in an error
-    losses.append(balance)   loss_fn's losses[0] holds one, likewise
-    self.last = loss.item()  model.last holds a number known only in the step, likewise
+    losses.append(balance)   loss_fn's losses[0] holds a fake tensor: the same
+    self.last = loss.item()  model.last holds a number known only in the step: the same
     @functools.cache         cleared if tracing has put a fake tensor into it
     random.random()          an error; the generator's state is restored
 
@@ -45,7 +45,7 @@ _GLOBAL: Mapping[str, Any] = {
 def untouched(watched: Watched) -> Generator[None]:
     """Restore watched values and generators at the end. Raises CaptureFailed, which names the changes.
 
-    Enter it before the trace, which would record its copies of tensors.
+    Enter before tracing, because a trace would record the tensor copies made here.
     """
     held = [(holder, _content(holder)) for holder in watched.holders]
     states = {name: (each, _state(each)) for name, each in {**_GLOBAL, **watched.generators}.items()}

@@ -38,7 +38,7 @@ _RELATIVE = 1e-5
 
 
 def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None:
-    """Raise Unsupported if a user's class branches on a live number, except on its sign."""
+    """Raise Unsupported if a user's optimizer branches on a live number. Tests of a number's sign are allowed."""
     for text, is_sign in decisions:
         if not is_sign and not is_torchs(owner.optimizer):
             raise refused(
@@ -49,7 +49,7 @@ def check_decisions(owner: Owned, decisions: Sequence[tuple[str, bool]]) -> None
 
 
 def check_update(traced: GraphModule, owner: Owned, habits: Habits, numbers: Mapping[str, float]) -> None:
-    """Raise Unsupported if a traced update differs from the optimizer's own for other live numbers."""
+    """Raise Unsupported if a traced update differs from the optimizer's own after live numbers change."""
     unused = _without_users(traced, len(numbers) + len(habits.counters))
     if (type(owner.optimizer) in KNOWN and not unused) or owner.parameter.is_meta:
         return
@@ -185,15 +185,14 @@ def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModul
 
 
 def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
-    """Return the counters by the names that their symbols get, such as `0.state.step`."""
+    """Return the counters, keyed by the names of their symbols, such as `0.state.step`."""
     return {f"{owner.group}.state.{key}": value for key, value in counts.items()}
 
 
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:
     """Copy an elementwise update of `before` for a tensor like `after`.
 
-    Return None if a tensor is not contiguous or has no dimensions, an operator takes a list, or an intermediate value
-    has another shape than `before`.
+    Return None if an operator takes a list, or if a tensor is not contiguous, has no dimensions or another shape.
     """
     if before.dim() == 0 or after.dim() == 0 or not before.is_contiguous() or not after.is_contiguous():
         return None
@@ -214,8 +213,8 @@ def clip(
 ) -> list[Node]:
     """Clip by the global norm, with the operators of torch.nn.utils.clip_grad_norm_.
 
-    The nodes are written directly, because tracing that function took a fifth of the capture time.
-    Norms are fp32, or fp64 for fp64 gradients: the sum of a million squares of 100 is infinite in fp16.
+    The nodes are written directly, because tracing that function is slow.
+    Norms are fp32, or fp64 for fp64 gradients, because sums of squares overflow in fp16.
     """
     aten, label = torch.ops.aten, NodeInfo(Role.CLIP)
     device = parameters[0].device

@@ -6,9 +6,8 @@
     %i  compute   i64[]     %e[0]
     copy_(%count, %i)
 
-Eager collectives fill tensors in place, cannot be traced, and would communicate even on fake tensors. While tracing
-they are replaced by the operator `exchange`. Tracing sends nothing, so a rank can capture alone. Each rank later
-issues the collectives in eager order.
+Eager collectives cannot be traced, and would communicate even on fake tensors. While tracing, the operator `exchange`
+replaces them and sends nothing, so a rank can capture alone.
 """
 
 from __future__ import annotations

@@ -51,19 +51,19 @@ LARGE = 1000
 """Maximum size of a compared collection or array; larger ones compare by identity."""
 
 CALLS = 6
-"""Maximum call depth between a value and the loss function or a forward pass."""
+"""Maximum call depth, from the loss function or a forward pass, of the code that reads a value."""
 
 VALUES = 10_000
 """Maximum number of watched values outside of modules; more cause a warning."""
 
 ROUNDS = 4
-"""Maximum number of repeated walks: code found late may name attributes skipped before."""
+"""Maximum number of repeated searches: code found late may name attributes that were skipped before."""
 
 RECENT = 4
-"""Number of latest states that are checked before a full walk; train() and eval() alternate between two."""
+"""Number of latest states compared before a full search; train() and eval() alternate between two states."""
 
 KNOWN = 32
-"""Maximum number of states that are recognized when they return."""
+"""Maximum number of states whose number is kept, in case they occur again."""
 
 LIVE_AFTER = 2
 """Number of changes after which a float becomes live."""
@@ -147,7 +147,7 @@ class Signature:
     device: torch.device
     requires_grad: bool
     kind: str = ""
-    """Class, layout and lazy conjugation or negation, if unusual."""
+    """Result of `kind_of` as text; empty for PLAIN."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Signature:
@@ -278,7 +278,7 @@ class Watched:
         return same
 
     def _follow(self, value: Any, name: str, depth: _Depth) -> Hashable | None:
-        """Watch an object's contents. Return a description for collections."""
+        """Watch an object's contents. Return a description of a collection; None for other objects."""
         if isinstance(value, nn.Module):
             if id(value) not in self._own:
                 self._follow_modules(value, name, depth.calls + 1)
@@ -345,9 +345,9 @@ class Watched:
         self._follow_class(kind, depth)
 
     def _may_call(self, method: str) -> bool:
-        """Return whether code names a method, or Python calls it implicitly, as `__mul__`.
+        """Return whether code names a method, or Python calls the method implicitly, as `__mul__`.
 
-        Constructors and a dataclass's generated methods do not count, because they name every field.
+        False for constructors and generated dataclass methods: they name all fields, which would all be watched.
         """
         if method.startswith("__"):
             return method not in ("__init__", "__new__", "__repr__", "__eq__", "__hash__")
@@ -537,10 +537,10 @@ def _is_users_class(kind: type) -> bool:
 
 
 class Watch:
-    """Numbering of the states of watched values."""
+    """Assigns a number to each state of the watched values."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], *, makes_live: bool = True):
-        """Read nothing yet. `makes_live` allows floats to become inputs."""
+        """`makes_live` allows floats to become inputs. Values are first read by `number`."""
         self._model, self._loss_fn, self._makes_live = model, loss_fn, makes_live
         self._recent: OrderedDict[int, Watched] = OrderedDict()
         self._number_of: dict[Hashable, int] = {}
@@ -566,7 +566,10 @@ class Watch:
         return {} if latest is None else {name: latest.floats[name] for name in latest.live}
 
     def number(self, before_look: Callable[[], None] = lambda: None) -> int:
-        """Return the current state's number. `before_look` is called before a full walk, except the first."""
+        """Return the number of the current state, found by a full search unless a recent state still applies.
+
+        `before_look` is called before a full search, except the first.
+        """
         for number, known in reversed(self._recent.items()):
             if known.is_still():
                 self._recent.move_to_end(number)
@@ -578,7 +581,7 @@ class Watch:
 
     @contextmanager
     def capturing(self) -> Generator[None]:
-        """Do not count float changes inside the context."""
+        """Do not count changes of floats (LIVE_AFTER) inside the context."""
         self._is_capturing = True
         try:
             yield

@@ -4,8 +4,7 @@
     optimizer.step()      ─make_fx─► a small in-place graph per parameter  ├─► one graph; inputs and gradients labelled
     clip_grad_norm_       ─────────► norm, coefficient, scaled gradients  ─┘
 
-Each in-place update follows its gradient, so parameters are not copied. Numbers that schedulers change (learning rate,
-momenta, betas, weight decay) are inputs of the graph.
+Each in-place update follows its gradient, so parameters are not copied.
 """
 
 from __future__ import annotations
@@ -169,7 +168,7 @@ class GraphBuilder:
     def mark_gradient(self, node: Node, parameter: str, *, is_shared: bool) -> Node:
         """Label a gradient's node, or an alias if the node is an input or has other users.
 
-        `is_shared`: the node is the gradient of several parameters, as in the sum of two parameters.
+        `is_shared`: several parameters have this node as their gradient, as when the loss uses only their sum.
         """
         known: NodeInfo = node.meta["fxcomp"]
         if known.role is not Role.COMPUTE or node.users or is_shared:
@@ -215,8 +214,7 @@ def same_with_numbers(
         isinstance(rows.shape[0], int)     False for a symbol: the other branch is traced
         cache.get(str(rows.shape[0]))      "s0" is no key
 
-    Most queries of a symbol become guards, but not these. If the graphs differ in more than the form of sizes, the step
-    is captured without symbols.
+    If the graphs differ in more than the form of sizes, the step is captured without symbols.
     """
     nodes, others = ([node for node in gm.graph.nodes if not _is_size(node)] for gm in (symbolic, plain))
     if len(nodes) != len(others) or len(results) != len(expected):

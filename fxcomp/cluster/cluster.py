@@ -43,9 +43,9 @@ UNSHARED = Processors()
 class Cluster(Seating):
     """Hosts of ranks, and the links between them.
 
-    `hosts` hosts are joined by `inter`, and the `ranks_per_host` ranks of each by `intra`. `placement[rank]` is the
-    host of a rank; by default ranks fill hosts in order. With a placement, hosts may have fewer ranks. `above`
-    lists racks and higher tiers, from the hosts up.
+    `inter` links the hosts, `intra` the ranks of one host. `placement[rank]` is the host of a rank; by default ranks
+    fill hosts in order. With a placement, hosts may have fewer than `ranks_per_host` ranks. `above` lists racks and
+    higher tiers, from the hosts up.
     """
 
     hosts: int
@@ -111,7 +111,8 @@ class Cluster(Seating):
     def with_racks(self, hosts_per_rack: int, *, oversubscription: float = 1.0, link: Link | None = None) -> Cluster:
         """Put the hosts into racks of `hosts_per_rack`, in order.
 
-        A rack's uplink is `link`: by default, its hosts' total bandwidth / `oversubscription`, with their latency.
+        `link` is a rack's uplink, by default with the latency of `inter` and the total bandwidth of the rack's hosts
+        divided by `oversubscription`.
         """
         if hosts_per_rack < 1:
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
@@ -170,9 +171,9 @@ class Cluster(Seating):
     def parse(cls, text: str, *, intra: Link | None = None, inter: Link | None = None) -> Cluster:
         """Read `8x4` as 8 hosts of 4 ranks, `4+4+2` or `2x4+2` as different hosts, and `2x8x4` as 2 racks of `8x4`.
 
-        `text` may continue with links, in the format of `str(cluster)`: `8x4, inter 25gbit@8us, intra 100gbit`. By
-        default they are `intra` and `inter`. `rack 50gbit` sets the racks' uplinks, and `placed 0 1 1 0` the host of
-        each rank.
+        `text` may continue with links, in the format of `str(cluster)`: `8x4, inter 25gbit@8us, intra 100gbit`. The
+        arguments `intra` and `inter` replace omitted links. `rack 50gbit` sets the racks' uplinks, and `placed 0 1 1 0`
+        the host of each rank.
         """
         shape, links, placement = parse_clauses(text)
         intra, inter = links.get("intra", intra), links.get("inter", inter)
@@ -219,7 +220,7 @@ class Cluster(Seating):
             raise BadOption(f"this is not a cluster: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
-        """Return the format of `parse`, which cannot read uneven racks or several tiers above the hosts."""
+        """Format for `parse`. A cluster with uneven racks or several tiers above the hosts cannot be parsed back."""
         above = "".join(f", {tier.name} {tier.link}" for tier in self.above)
         is_filled = self.placement == tuple(sorted(self.placement))
         placed = "" if is_filled else f", placed {' '.join(map(str, self.placement))}"

@@ -8,8 +8,8 @@
     hosts = 4                        # per rack, in order
     oversubscription = "4:1"         # or: link = "100gbit@10us"
 
-More tiers replace `[rack]`, from the hosts up: `[[tier]]` with `name`, `link` and `units`, which lists for each unit
-below the index of the unit that contains it.
+For more tiers, write a `[[tier]]` for each instead of `[rack]`, from the hosts up, with `name`, `link` and `units`.
+`units[i]` is the index of the unit that contains unit i of the tier below.
 """
 
 from __future__ import annotations

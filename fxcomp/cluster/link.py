@@ -1,6 +1,6 @@
 """Link latency and bandwidth, parsed from text like `25gbit@8us` or a product name.
 
-Preset bandwidths are nominal, for one direction; measured ones are lower. Latencies of NVLink, PCIe and InfiniBand are
+Preset bandwidths are nominal, for one direction. Latencies of NVLink, PCIe and InfiniBand are
 NCCL's for one ring step (hwLat in tuning.cc, Ring and Simple). Ethernet latencies assume TCP.
 """
 
@@ -38,7 +38,7 @@ LINK_PRESETS: dict[str, LinkPreset] = {
 }
 
 MOST = 1e18
-"""Upper bound on latencies in µs and bandwidths in GB/s; its inverse is the lower bound on bandwidths (assumed)."""
+"""Upper bound on latencies in µs and bandwidths in GB/s (assumed). Bandwidths are at least 1 / MOST."""
 
 MOST_RANKS = 1 << 20
 """Maximum number of ranks; lists of this length fit into memory (assumed)."""
@@ -67,7 +67,7 @@ def shortened(value: object) -> str:
 class Link:
     """Network link: latency per step of a collective, `alpha_us` in µs, and bandwidth, `gb_per_s` in 10⁹ bytes/s.
 
-    Inside a host every rank has its own link; the ranks of a host share its uplink, and likewise for higher tiers.
+    Inside a host every rank has its own link. The ranks of a host, rack or higher unit share the uplink of the unit.
     """
 
     alpha_us: float
@@ -76,7 +76,7 @@ class Link:
     in_gb_per_s: float | None = None
     """Incoming bandwidth, if different."""
     count: int = 1
-    """Number of parallel links of a host or rack. A rank uses one at a time."""
+    """Number of parallel links of a host or rack. A rank uses one link at a time."""
     message_us: float = 0.0
     """Processor time per message in µs, in addition to the latency."""
     is_half_duplex: bool = False

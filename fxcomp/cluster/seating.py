@@ -84,7 +84,7 @@ def parse_clauses(text: str) -> tuple[str, dict[str, Link], tuple[int, ...]]:
 
 
 class Axis(Enum):
-    """A direction of the grid of ranks. Without racks, all hosts are in one rack."""
+    """Dimension of the grid of ranks: racks x hosts x ranks. Without racks, all hosts are in one rack."""
 
     HOST = "the ranks of a host"
     RACK = "the hosts of a rack"
@@ -187,7 +187,7 @@ class Seating:
         return self._places()[rank]
 
     def group(self, level: Level, rank: int) -> tuple[int, ...]:
-        """Return the rank's group at a level, in payload order."""
+        """Return the group of `rank` at a level, in the order of gathered payloads."""
         if level is Level.WORLD:
             return self.groups(level)[0]
         if level in (Level.RACK, Level.RACKS):

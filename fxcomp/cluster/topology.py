@@ -42,7 +42,7 @@ class GroupTopology:
     text: str
     ranks: int
     siblings: int
-    """Groups that share the busiest link, including this one."""
+    """Number of groups that share the busiest link, including this group."""
     alpha_us: float
     message_us: float
     speeds: tuple[tuple[TrafficPattern, float], ...]
@@ -56,7 +56,7 @@ class GroupTopology:
 
     @property
     def slowness(self) -> tuple[float, int, float, str]:
-        """Sort key of a level's groups: the time of an all_reduce."""
+        """Sort key that puts a level's slowest group last. It starts with the relative time of an all_reduce."""
         us = (self.ranks - 1) / self.ranks / self.gb_per_s(TrafficPattern.CHAIN)
         return (us, self.ranks, self.alpha_us, self.text)
 
@@ -81,7 +81,7 @@ class Crossing(NamedTuple):
     def of(cls, inside: int, ranks: int, turns: int, *, units: int, has_root: bool) -> Crossing:
         """Return the traffic on a unit's uplink.
 
-        The unit has `inside` of the group's `ranks` ranks; `units` units have some of them.
+        The group has `ranks` ranks in `units` units, and `inside` ranks in this unit. The ring enters it `turns` times.
         """
         outside, others = ranks - inside, ranks - 1
         pairs = inside * outside / others  # each rank sends every other rank its part
@@ -92,7 +92,7 @@ class Crossing(NamedTuple):
         return cls(loads, inside, turns)
 
     def plus(self, other: Crossing) -> Crossing:
-        """Add another unit's traffic on a shared medium; for the patterns ROOT and ONE, take the larger."""
+        """Add another unit's traffic on a shared medium. For ROOT and ONE, the largest load includes the others."""
         sums = tuple(a + b for a, b in zip(self.loads, other.loads, strict=True))
         loads = (*sums[:_EVERYONE], *map(max, self.loads[_EVERYONE:], other.loads[_EVERYONE:]))
         return Crossing(loads, self.inside + other.inside, self.turns + other.turns)
@@ -104,7 +104,7 @@ class Crowd(NamedTuple):
 
 
 _EVERYONE = 4
-"""Number of patterns in which every rank sends and receives; these come first."""
+"""Number of patterns, first in TrafficPattern, in which every rank sends and receives."""
 
 _OWN_LINK = Crossing((1.0,) * len(TrafficPattern), 1, 1)
 _OF_TWO = Crossing((1.0, 0.5, *_OWN_LINK.loads[2:]), 1, 1)  # two ranks share one tree edge
@@ -134,7 +134,7 @@ class Tree:
         """Count the traffic of a group on each of its links.
 
         A host's uplink is used if there are members elsewhere, a rank's own link if its host has another member. A
-        shared medium is one link, with the sum of the traffic inside its unit and into the unit.
+        shared medium is one link, which carries all traffic among the members inside a unit, and into the unit.
         """
         found: dict[Place, Crossing] = {}
         for tier, link in enumerate(self.links):

@@ -1,8 +1,7 @@
 """Compile regions with Inductor once for all plans; programs of one captured step share equal regions.
 
 Plans that race split the same captured graph into regions. A region's key has its operators and arguments, types,
-sizes, strides and aliasing of its inputs, and its constant tensors, but no node names, so equal layers share code. Size
-symbols mean the same in all regions of a capture.
+sizes, strides and aliasing of its inputs, and its constant tensors, but no node names, so equal layers share code.
 
 On one machine, the first process compiles a region for a device; the others wait and load it from Inductor's cache.
 """
@@ -32,7 +31,7 @@ class CompiledRegions:
     """Inductor's code for the regions of one captured step."""
 
     def __init__(self, *, locks: bool = False) -> None:
-        """`locks`: take a file lock for each region; false under Dynamo, which holds its own."""
+        """`locks`: hold a file lock while a region compiles; false under Dynamo, because Dynamo holds a lock."""
         self._locks = locks
         self._known: dict[Hashable, tuple[Compiled, Sequence[Any]]] = {}
         """Code and constants by key. Constants are kept alive because the key has their addresses."""
@@ -114,7 +113,7 @@ _PLAIN = (
 
 
 def _compared(value: Any, place: dict[Node, int]) -> Hashable:
-    """Return a comparison key; 1, 1.0 and True differ."""
+    """Return a comparison key of an argument; 1, 1.0 and True differ."""
     if isinstance(value, Node):
         return Node, place[value]
     if is_sequence(value):

@@ -8,8 +8,8 @@ Compute regions become functions. Between them, each node is one line that packs
         payload_0 = rt.compress("payload_0", int8, pack_0, residual_0, (8,))
         all_gather_0 = rt.launch("all_gather_0", "all_gather", payload_0, 2, "world")
 
-Only `rt.before_update`, at the first change of parameters, has no node. A step that waits for an external backward pass
-is a generator: it yields the index of the next bucket and receives the bucket. `graph/lines.py` maps nodes to lines.
+A step that waits for an external backward pass is a generator: it yields the index of the next bucket and receives the
+bucket. `graph/lines.py` maps nodes to lines.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ def compile_with_inductor(
     Random fills of new tensors, which Inductor would reorder, and reads of list inputs run before the compiled code.
 
     Compiled code assumes the captured dtypes and devices of inputs, but some operators return another dtype than their
-    fake (`native_layer_norm` of 16 bits with a 32-bit weight, on the CPU). The first call selects `plain` if they
-    differ.
+    fake. The first call selects `plain` if a dtype or device differs.
     """
     if any(map(compat.draws_by_seed, region.nodes)):
         plain = _refuse_to_draw

@@ -1,11 +1,4 @@
-"""Run an emitted step with a profiler name for every line and region.
-
-    fxcomp: region_3
-    fxcomp: bucket 2, compress int8, compress_2
-    fxcomp: bucket 2, all_gather@inter, all_gather_2
-
-Callers first check for a running profiler; the check takes 60 ns (measured, AMD EPYC, 2026-11).
-"""
+"""Run an emitted step with profiler names: `fxcomp: region_3`, `fxcomp: bucket 2, compress int8, compress_2`."""
 
 from __future__ import annotations
 
@@ -67,7 +60,7 @@ def _within(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_of(graph: GraphModule) -> Iterator[tuple[Call, str]]:
-    """Yield the runtime call and the profiler name of every region and line."""
+    """Yield the runtime call and the profiler name of every region and runtime line."""
     pieces = cut(graph)
     for piece in pieces:
         if isinstance(piece, Region):

@@ -60,8 +60,8 @@ Replay = Callable[[], Mapping[str, GraphModule]]
 """Function that returns the graph after each pass, by pass name."""
 
 INDUCTOR_DEVICES = ("cuda",)
-"""Devices for which Inductor compiles the regions. On the CPU its code was slower than eager on the example GPT and
-took minutes to compile (measured, 2026-11); on an H200 it took a third of the eager time (2026-11).
+"""Devices for which Inductor compiles the regions. On the CPU, Inductor's code was slower than eager on the example GPT
+and took minutes to compile (measured, 2026-11); on an H200 it took a third of the eager time (2026-11).
 """
 
 
@@ -72,7 +72,7 @@ class Program:
     captured: Captured
     graph: GraphModule
     replay: Replay
-    """Repeats the passes; storing every graph would take ten times the memory."""
+    """Function that repeats the passes, because storing every graph would take ten times the memory."""
     module: ModuleType
     emitted: str
     timeline: Timeline
@@ -97,7 +97,7 @@ class Program:
         return history[name]
 
     def retuned(self, graph: GraphModule, replay: Replay, timeline: Timeline) -> Program:
-        """Return the program for a graph with the same lines and other numbers."""
+        """Return the program for a graph that emits the same lines, but with other constants in them."""
         return replace(self, graph=graph, replay=replay, timeline=timeline, numbers=numbers_of(graph))
 
 

@@ -92,7 +92,7 @@ class _ListWriter:
         return f"[{expression} for {variables} in " + (f"zip({values})]" if len(listed) > 1 else f"{values}]")
 
     def _foreach(self, node: Node) -> str | None:
-        """Return a call of the node's foreach operator; None without one."""
+        """Return a call of the node's foreach operator; None if there is no such operator."""
         assert compat.is_operator(node.target), "only operators have list forms"
         name = compat.bare_name(node.target)
         kind, arguments = name.removesuffix("_"), list(node.args)
@@ -120,7 +120,7 @@ class _ListWriter:
         return self._call(name, self._scalar(other), arguments, {})
 
     def _scalar(self, value: Any) -> str:
-        """Return the overload that takes one number for all parameters, or one per parameter."""
+        """Return the foreach overload for `value`: ScalarList for a number per parameter, else Scalar."""
         return "ScalarList" if isinstance(value, Node) and value in self._lists else "Scalar"
 
     def _is_listed_tensor(self, value: Any) -> bool:
@@ -160,7 +160,7 @@ class OptimizerSteps:
         self._names: dict[tuple[str, ...], str] = {}
 
     def joined(self, groups: Sequence[list[Node]]) -> list[list[Node]]:
-        """Join updates that differ only in their tensors and whose results are unused, where the last one was."""
+        """Join updates without users that differ only in tensors. A joined update takes the last one's place."""
         found: dict[Hashable, list[Node]] = {}
         for group in groups:
             likeness: Hashable = group[-1]
@@ -204,7 +204,7 @@ def _is_shared(node: Node) -> bool:
 def _elements(group: Sequence[Node]) -> float:
     """Return the elements of the largest tensor; infinite if list operators would round differently.
 
-    On the CPU they round numbers to 16 bits before multiplying 16-bit tensors by them.
+    On the CPU, list operators that multiply 16-bit tensors by a number first round the number to 16 bits.
     """
     tensors = [v for node in _inputs(group) if isinstance(v := node.meta.get("val"), Tensor)]
     is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)

@@ -15,7 +15,7 @@ from fxcomp.plan.plan import Plan
 def trace_program(
     plan: Plan, source: str, timeline: Timeline | None, graphs: Callable[[], Mapping[str, GraphModule]]
 ) -> None:
-    """Write the graph after each pass, the plan, the predicted timeline and the source, if tracing."""
+    """If TORCH_TRACE is set, write the graph after each pass, the plan, the predicted timeline and the source."""
     if not compat.is_traced():
         return
     for number, (name, graph) in enumerate(graphs().items(), 1):

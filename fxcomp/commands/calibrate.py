@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    """Measure on all ranks. Rank 0 alone reads, writes and prints."""
+    """Measure on all ranks. Only rank 0 reads files, writes files and prints."""
     with launched_ranks():
         ranks = Ranks.join(None, "calibrate")
         known: list[CostTable | None] = []
@@ -181,7 +181,7 @@ def _wanted(arguments: argparse.Namespace) -> tuple[list[Compressor], Sequence[i
 
 
 def _checked_files(arguments: argparse.Namespace) -> CostTable | None:
-    """Read the table to merge with. Raises BadOption, also for an unwritable output."""
+    """Read the table of `--merge`, if given. Raises BadOption, also if the output file cannot be written."""
     known, path = CostTable.read(arguments.merge) if arguments.merge else None, arguments.output
     folder = os.path.dirname(os.path.abspath(path)) if path else None
     if folder and not os.path.isdir(folder):

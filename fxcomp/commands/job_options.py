@@ -81,7 +81,7 @@ def names_links(arguments: argparse.Namespace) -> bool:
 
 
 def chosen_cluster(arguments: argparse.Namespace, costs: CostTable | None = None) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster, and a note on assumptions. Measured links replace defaults."""
+    """Return the cluster, and at most one note on assumed options. Links measured in `costs` replace default links."""
     text = arguments.cluster or CLUSTER
     inter = Link.parse(arguments.inter) if arguments.inter else None
     intra = Link.parse(arguments.intra, alpha_us=INTRA_ALPHA_US) if arguments.intra else None

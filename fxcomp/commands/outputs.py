@@ -10,7 +10,7 @@ from fxcomp.plan.plan import Plan
 
 
 def check_outputs(written: Mapping[str, str | None], read: Iterable[str | None]) -> None:
-    """Raise BadOption if an output file is also read, or written twice."""
+    """Raise BadOption if an output file is also read, or is written by two options. `written` maps options to files."""
     known = {path: "which is read" for path in map(_file, read) if path is not None}
     for option, text in written.items():
         path = _file(text)

@@ -77,6 +77,6 @@ def _read(path: str, name: str, metrics: Sequence[str]) -> LoggedRun:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return file names, or paths where names repeat."""
+    """Return each file's name without suffix, or its path if another file has the same name."""
     stems = [Path(path).stem for path in paths]
     return [stem if stems.count(stem) == 1 else path for stem, path in zip(stems, paths, strict=True)]

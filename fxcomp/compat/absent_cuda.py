@@ -57,7 +57,7 @@ def names_cuda(given: Any) -> bool:
 
 
 def check_index(given: Any, refusal: Refusal) -> None:
-    """Raise for a CUDA index above 0."""
+    """Raise `refusal(message)` for a CUDA index above 0."""
     index = torch.device(given).index if isinstance(given, str) and names_cuda(given) else given
     index = given.index if isinstance(given, torch.device) else index
     if isinstance(index, int) and index > 0:
@@ -68,8 +68,6 @@ def check_index(given: Any, refusal: Refusal) -> None:
 
 
 class Event:
-    """CUDA event that does nothing."""
-
     cuda_stream = stream_id = priority = device_index = cuda_event = event_id = 0
     device = CUDA
 
@@ -93,8 +91,6 @@ class Event:
 
 
 class Stream(Event):
-    """CUDA stream that does nothing."""
-
     priority_range = staticmethod(lambda: (0, -5))
 
 
@@ -197,7 +193,7 @@ def _acts(value: Any) -> bool:
 
 
 def _answering(name: str, original: Any, answer: Any, refusal: Refusal, of: str) -> Callable[..., Any]:
-    """Return a replacement for `original` that depends on the calling file."""
+    """Return a function that calls `original` or `answer`, depending on the calling file."""
     code = getattr(original, "__code__", None)
     takes_device = name == "device" or (code is not None and code.co_varnames[:1] == ("device",))
 

@@ -54,7 +54,7 @@ from fxcomp.compat.tracing import is_traced_here
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _WITHOUT_MEMORY = torch.device("cuda", 0)
-"""Device of a meta tensor, as scripts see it."""
+"""Device of a meta tensor, as scripts see it. `_real` recognizes this object and returns meta."""
 
 _BASE: Any = Tensor.__base__
 
@@ -106,12 +106,11 @@ def as_if_on(facts: DeviceFacts, refusal: Refusal) -> Generator[None]:
 
 
 def _default_device() -> torch.device | None:
-    """Return the device set by torch.set_default_device, or None."""
     return next((mode.device for mode in function_mode_stack() if isinstance(mode, DeviceContext)), None)
 
 
 def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
-    """Replace CUDA by the CPU, or by meta if `like` is a meta tensor. In a trace also replace meta by the CPU."""
+    """Replace CUDA by the CPU, or by meta if `like` is a meta tensor. In a trace, replace CUDA and meta by the CPU."""
     if names_cuda(given):
         check_index(given, refusal)
         is_meta = given is _WITHOUT_MEMORY or (isinstance(like, Tensor) and like.is_meta)
@@ -120,7 +119,7 @@ def _real(given: Any, refusal: Refusal, like: Any = None) -> Any:
 
 
 class _Placing(TorchFunctionMode):
-    """Replaces device arguments and default devices of torch functions."""
+    """Replaces CUDA in device arguments and default devices of torch functions."""
 
     def __init__(self, refusal: Refusal):
         super().__init__()
@@ -194,10 +193,10 @@ def _getter(real: Any, answer: Any) -> property:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Return whether moving a tensor to the GPU copies it, which makes a view dense.
+    """Return whether `tensor.to` copies, as a move to a GPU would. The copy of a view is dense.
 
-    Tensors that require gradients are not copied. In a trace, neither are dense tensors, which may be on the GPU
-    already.
+    Tensors that require gradients are not copied. In a trace, dense tensors are not copied, because they may be on the
+    GPU already.
     """
     if tensor.requires_grad or tensor.layout is not torch.strided:
         return False
@@ -205,7 +204,6 @@ def _moves(tensor: Tensor) -> bool:
 
 
 def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
-    """Return replacements of torch.compile, flex_attention and device functions that bypass function modes."""
     made, move = cast("Any", torch.Generator), cast("Any", nn.Module.to)
     load, default = torch.load, torch.get_default_device
 
@@ -247,8 +245,6 @@ def _functions_instead(refusal: Refusal) -> dict[Any, dict[str, Any]]:
 
 
 def _optimizers_instead() -> dict[Any, dict[str, Any]]:
-    """Let fused, capturable optimizers and GradScaler work without a GPU."""
-
     is_off, begins = torch.cuda.amp.common.amp_definitely_not_available, GradScaler.__init__.__code__
     names = ("_get_capturable_supported_devices", "_get_fused_kernels_supported_devices")
     instead = dict.fromkeys(names, _supported_devices)
@@ -259,7 +255,7 @@ def _optimizers_instead() -> dict[Any, dict[str, Any]]:
 
 
 def _supported_devices(supports_xla: bool = True) -> list[str]:
-    """Return devices of fused and capturable optimizers. torch.distributed.optim compiles this to TorchScript."""
+    """Return devices of fused and capturable optimizers. TorchScript of torch.distributed.optim calls this function."""
     return ["cuda", "cpu", "meta"]
 
 
@@ -275,7 +271,7 @@ _WRAPPER: Mapping[str, Any] = {
     **dict.fromkeys(("no_sync", "join"), lambda self, *_, **__: nullcontext()),
     **dict.fromkeys(("register_comm_hook", "_set_static_graph"), lambda self, *_, **__: None),
 }
-"""Methods of a DistributedDataParallel without communication."""
+"""Methods that replace DistributedDataParallel's and do not communicate."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

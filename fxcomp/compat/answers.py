@@ -43,7 +43,7 @@ class AskingShapes(ShapeEnv):
     def guard_or_defer_runtime_assert(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, orig_expr: Expression, msg: str, fx_node: Any = None
     ) -> bool:
-        """Evaluate a user's `torch._check`. Leave checks inside torch's functions to torch: operators repeat them."""
+        """Evaluate a user's `torch._check`. Leave other checks to torch, because operators repeat these checks."""
         if is_called_by_user():
             return bool(self._answered(orig_expr, lambda: self.evaluate_expr(orig_expr)))
         return super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
@@ -80,7 +80,7 @@ def symbols_of(expression: Expression) -> list[str]:
 
 
 def as_symbol(number: Any) -> str | None:
-    """Return the symbol that is the number, or the only symbol of a boolean; else None."""
+    """Return the symbol's name if `number` is a symbol, or a boolean expression of one symbol; else None."""
     if not isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
     names = symbols_of(number.node.expr)
@@ -94,9 +94,10 @@ class _Printer(PythonPrinter):
 
 
 def evaluator(expression: Expression) -> tuple[str, Callable[[Mapping[str, Any]], Any]] | None:
-    """Return an expression's Python text and a function of its symbols; None if Python's result could differ.
+    """Return an expression as Python text and as a function of its symbols' values.
 
-    SymPy reorders sums and products, which is exact only for integers.
+    Return None if the expression has sums, products or powers of floats, because SymPy's order of operands changes the
+    result, or if the text cannot be printed.
     """
     if not _is_exact(expression):
         return None
@@ -136,6 +137,6 @@ _HARMLESS = frozenset(
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return `.grad`, read outside of function modes: the capture's mode raises if user code reads it."""
+    """Return `.grad` without function modes, because the capture's function mode raises if `.grad` is read."""
     with torch.DisableTorchFunction():
         return parameter.grad

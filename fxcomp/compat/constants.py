@@ -1,4 +1,4 @@
-"""Replace each real tensor that a trace uses by one fake; in-place operators write to the fake.
+"""Replace each real tensor in a trace by one fake. In-place operators write to the fake.
 
    c = torch.ones(3)          outside the traced function
    c.mul_(0.5)                torch's fake mode would change the real `c`, because the other operand is a number
@@ -104,7 +104,7 @@ def _under_way() -> list[Constants]:
 
 
 def _is_torchs_own(func: Any) -> bool:
-    """Return whether torch handles the operator itself; it raises if a real tensor is reshaped in place."""
+    """Return whether an operator keeps real arguments: torch lifts constants, and raises for in-place reshapes."""
     return func in _LIFTS or (isinstance(func, OpOverload) and torch.Tag.inplace_view in func.tags)
 
 

@@ -85,7 +85,10 @@ def _choose(
     capability: tuple[int, int], first: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     p: float, *, is_causal: bool, enable_gqa: bool, trains: bool,
 ) -> SDPBackend:  # fmt: skip
-    """Return the first enabled kernel for this call. Raise like torch if there is none."""
+    """Return the first kernel, in `first` and then in torch's order, that is enabled and supports this call.
+
+    Raise RuntimeError, like torch, if no kernel does.
+    """
     can = {_MATH: cuda.math_sdp_enabled()}
     is_plain = q.dim() == k.dim() == v.dim() == 4 and (mask is None or mask.stride(-1) == 1)
     if is_plain and q.shape[0] == k.shape[0] == v.shape[0] and q.shape[2] > 0 and k.shape[2] > 0:

@@ -58,7 +58,7 @@ FLOAT32 = """
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
     upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim
 """
-"""Operators that compute in float32. For the last two, torch calls the overload with a result dtype."""
+"""Operators that compute in float32. For the last two, CUDA's autocast calls the overload with a result dtype."""
 
 FLOAT32_RESULT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -76,7 +76,7 @@ BANNED = "binary_cross_entropy"
 _USERS = {"cpu": "maia"}
 """Unused device type that stores the user's autocast state of "cpu" inside the context.
 
-Kernels read the state of "cpu", which the context overwrites.
+The context overwrites the state of "cpu" itself, which kernels read.
 """
 
 _DEVICES = ("cuda", *_USERS, *_USERS.values())
@@ -84,9 +84,9 @@ _DEVICES = ("cuda", *_USERS, *_USERS.values())
 
 @contextmanager
 def cuda_autocast() -> Generator[None]:
-    """Cast CPU tensors by CUDA's lists under autocast for "cuda" or "cpu".
+    """Under autocast for "cuda" or "cpu", cast CPU tensors by CUDA's lists.
 
-    The default dtype of "cuda" is float16. If both are on, the dtype of "cuda" applies.
+    The default dtype of "cuda" is float16. If autocast is enabled for both devices, the dtype of "cuda" applies.
     """
     assert torch.set_autocast_enabled is set_autocast_enabled, "cuda_autocast is not entered twice"
     before = {device: (is_autocast_enabled(device), get_autocast_dtype(device)) for device in _DEVICES}
@@ -214,7 +214,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply() -> None:
-    """Copy the state of "cuda", if enabled, else the user's state of "cpu", to "cpu", which kernels read."""
+    """Set the state that kernels read: the state of "cuda" if enabled, else the user's state of "cpu"."""
     device = "cuda" if is_autocast_enabled("cuda") else _USERS["cpu"]
     _set("cpu", is_autocast_enabled(device), get_autocast_dtype(device))
 
@@ -230,11 +230,10 @@ _BEGIN, _CAST = torch.autocast.__init__, autocast_mode._cast
 def _begin_without_cuda(
     self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
 ) -> None:
-    """Initialize torch.autocast without its check for a GPU."""
     _BEGIN(self, device_type, dtype, enabled and device_type != "cuda", cache_enabled)
     self._enabled = self._enabled or (enabled and device_type == "cuda")
 
 
 def _cast_on_cpu(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast inputs of torch.amp.custom_fwd."""
+    """Cast inputs of torch.amp.custom_fwd, which are CPU tensors also for "cuda"."""
     return _CAST(value, "cpu" if device_type == "cuda" else device_type, dtype)

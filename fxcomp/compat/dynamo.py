@@ -29,7 +29,7 @@ from fxcomp.compat.symbols import SYMBOLS, has_symbols
 F = TypeVar("F", bound=Callable[..., Any])
 
 RUN_WITH_RNG_STATE: Any = torch.ops.higher_order.run_with_rng_state
-"""Used by the backward passes of activation checkpointing."""
+"""Operator that calls another with a given generator state, in backward passes of activation checkpointing."""
 
 
 def outside_dynamo(function: F, why: str) -> F:
@@ -49,7 +49,7 @@ def uncompiled(function: Any) -> Any:
 
 
 def compiled_functions_inline() -> AbstractContextManager[Any]:
-    """Let make_fx trace into compiled functions; otherwise it raises."""
+    """Let make_fx trace into compiled functions. By default make_fx raises."""
     config: Any = sys.modules.get("torch._dynamo.config")
     return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
 
@@ -90,7 +90,7 @@ def compile_training(
 ) -> Callable[..., Any]:
     """Compile a graph from Dynamo: `forward` rewrites the forward graph, `backward` compiles the backward graph.
 
-    Both run during this call, so that every rank compiles at the same call.
+    Both functions run during this call, not at the first backward pass, so that every rank compiles at the same call.
     """
 
     def compile_backward(graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -117,7 +117,7 @@ def compile_training(
 
 
 Backward = Callable[[list[Any]], Sequence[Any]]
-"""Function of a list of arguments, which it may empty."""
+"""Function that takes a list of arguments and may empty the list."""
 
 
 def compile_training_with_inductor(
@@ -126,10 +126,10 @@ def compile_training_with_inductor(
     """Compile a graph from Dynamo as `backend="inductor"` does, but compile the backward graph with `backward`.
 
     `backward` receives the backward graph, whose fakes have the strides of the real values, and Inductor's function for
-    the whole graph. That function is compiled at its first call, but immediately with symbolic sizes, because later
-    compilation may add no assumptions about sizes.
+    the whole graph. Inductor compiles this function at the first call. With symbolic sizes, Inductor compiles at once,
+    because assumptions about sizes must not be added later.
 
-    Inductor may replace random operators (see `draws_by_seed`), but not with symbolic sizes.
+    Without symbolic sizes, Inductor may replace random operators (see `draws_by_seed`).
     """
     from torch._inductor import compile_fx, config
 
@@ -192,14 +192,14 @@ def _take_inputs(graph: GraphModule, given: Sequence[Any]) -> None:
 
 
 def _keep_what_is_saved() -> None:
-    """Allow backward(retain_graph=True): let compiled code reuse no saved buffers."""
+    """Allow backward(retain_graph=True): compiled code must not reuse the memory of saved tensors."""
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
 
 
 def backward_node(results: Sequence[Any]) -> Any:
-    """Return the autograd node of the compiled function nearest to `results`, which may be views; or None."""
+    """Search the autograd graph from `results` and return the nearest node of a compiled function, or None."""
     nodes = _nodes_below(value.grad_fn for value in results if isinstance(value, torch.Tensor))
     return next((node for node in nodes if node.name() == "CompiledFunctionBackward"), None)
 
@@ -266,7 +266,7 @@ def why_not_compiled() -> str | None:
 
 
 def draws_by_seed(node: Node) -> bool:
-    """Return whether a node draws from a seed with one of Inductor's own operators."""
+    """Return whether a node draws random numbers with Inductor's own operators, which take a seed."""
     target = node.target
     return isinstance(target, OpOverload) and target._schema.name.startswith("prims::inductor_rand")
 
@@ -280,7 +280,7 @@ def run_eagerly(graph: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def gradient_places(backward: GraphModule) -> dict[int, int | None]:
-    """Map output indices of gradients in a backward graph to forward inputs, or None if aliased."""
+    """Map each gradient's output index in a backward graph to the forward input's index; None if inputs are aliased."""
     descriptions: Sequence[Any] = backward.graph.output_node().meta["desc"]
     return {
         place: getattr(what.grad_of, "idx", None) for place, what in enumerate(descriptions) if hasattr(what, "grad_of")
@@ -297,7 +297,7 @@ def source_name(node: Node) -> str:
 
 
 def graph_break(gm: GraphModule) -> str | None:
-    """Return line and reason of a graph break; None if the graph ends with a return."""
+    """Return line and reason of the graph break that ends a graph; None if the graph ends with a return."""
     reason: Any = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -317,9 +317,9 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
 
     `keeps_order` turns reordering off, for graphs that draw random numbers more than once.
 
-    With symbolic sizes the FX graph cache is off, because its entries only guard sizes that are inputs themselves: an
-    entry for `Sym(s0*s1)` alone raises NameError in the next process, and an entry for a tensor of s0 rows ignores its
-    assumptions. The kernel cache stays on.
+    With symbolic sizes the FX graph cache is off, because entries only guard sizes that are inputs themselves. An entry
+    for `Sym(s0*s1)` alone raises NameError in the next process. An entry for a tensor of s0 rows ignores assumptions
+    about s0. The kernel cache stays on.
     """
     from torch._inductor import standalone_compile as compile_graph
 
@@ -342,5 +342,5 @@ def standalone_compile(module: GraphModule, fakes: Sequence[Any], *, keeps_order
 
 
 def is_cached(fakes: Sequence[Any]) -> bool:
-    """Return whether Inductor's disk cache may be used for these inputs."""
+    """Return whether the FX graph cache may be used: no input has symbolic sizes."""
     return not any(has_symbols(fake) if isinstance(fake, torch.Tensor) else isinstance(fake, SYMBOLS) for fake in fakes)

@@ -26,7 +26,7 @@ GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage]
 def wrapper_of(parameter: Tensor, given: object) -> Any:
     """Return the DistributedDataParallel that reduces a parameter's gradient, or None.
 
-    torch's hooks receive buckets without their wrapper. `given` is returned if it is a wrapper.
+    If `given` is a wrapper, return `given`. Else search all Python objects, because torch's hooks get no wrapper.
     """
     if isinstance(given, DistributedDataParallel):
         return given
@@ -48,7 +48,7 @@ class Scatter(Protocol):
     """torch's interface for functions that reduce a module's gradients."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the flat gradients, on the compute stream; in the next call this rank's shard."""
+        """Allocate the flat gradients (first call, on the compute stream) or this rank's shard (second call)."""
         ...
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
@@ -61,7 +61,7 @@ class ShardedModule:
     """Module of fully_shard. Backward reduces its gradients in one flat tensor."""
 
     name: str
-    """Empty for the root module."""
+    """Name in the model; empty for the root module."""
     names: tuple[str, ...]
     """Names of trainable parameters, in the order of the flat tensor."""
     shapes: tuple[tuple[int, ...], ...]
@@ -72,7 +72,7 @@ class ShardedModule:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """This rank's shards; loading a state dict may replace the tensors."""
+        """This rank's shards of trainable parameters. Loading a state dict may replace the tensors."""
         return [each.sharded_param for each in self._trained]
 
     @property
@@ -81,7 +81,7 @@ class ShardedModule:
 
     @property
     def shard_group(self) -> Any:
-        """Ranks that hold the shards of one replica."""
+        """Process group of the ranks that hold the shards of one replica."""
         return self._group.mesh_info.shard_process_group
 
     @property
@@ -136,7 +136,7 @@ class ShardedModule:
         self._group._reduce_scatter_comm = scatter
 
     def becomes_gradients(self, reduced: Tensor) -> bool:
-        """Return whether gradients will be views of `reduced`, so that later writes reach them."""
+        """Return whether gradients will be views of `reduced`, so that writes to `reduced` change the gradients."""
         return all(each.grad is None and each.dtype == reduced.dtype for each in self.parameters)
 
     @property
@@ -192,5 +192,5 @@ def largest(value: Tensor, group: Any) -> None:
 
 
 def at_end_of_backward(work: Callable[[], None]) -> None:
-    """Call a function after the running backward pass; its exception propagates from `backward()`."""
+    """Call `work` after the running backward pass. An exception of `work` propagates from `backward()`."""
     cast("Any", Variable)._execution_engine.queue_callback(work)

@@ -20,10 +20,9 @@ def copied(nodes: Iterable[Node]) -> Graph:
 
 
 def append_copy(graph: Graph, node: Node, copies: Mapping[Node, Node], called: str | None = None) -> Node:
-    """Append a copy of a node to a graph. `copies` replaces its arguments; `called` is its name if given.
+    """Append a copy of a node, named `called` if given, to a graph. `copies` replaces the node's arguments.
 
-    `Graph.node_copy` also searches arguments for raw symbols. The search dominates its time and finds nothing
-    in nodes of an earlier graph.
+    `Graph.node_copy` spends most of its time on a search for raw symbols, which nodes of earlier graphs do not have.
     """
     name = graph._graph_namespace.create_name(called or node.name, None)
     args, kwargs = map_arg(node.args, copies.__getitem__), map_arg(node.kwargs, copies.__getitem__)

@@ -76,7 +76,7 @@ def _this_process() -> str:
 
 
 def outlives_restarts() -> str:
-    """Return torchrun's option if it may restart ranks with the same store, else an empty string."""
+    """Return torchrun's restart option if torchrun may restart ranks with the same store, else an empty string."""
     environment = os.environ
     may_restart = int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
     is_shared = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -85,7 +85,7 @@ def outlives_restarts() -> str:
 
 
 def set_once(store: dist.Store, key: str, value: str) -> str:
-    """Write a key unless it exists; return its value. If the store fails, return `value`."""
+    """Write `value` unless the key exists, and return the key's value. If the store fails, return `value`."""
     try:
         return store.compare_set(key, "", value).decode()
     except (RuntimeError, NotImplementedError):
@@ -125,8 +125,8 @@ def new_group(ranks: list[int], backend: str | None, timeout: timedelta, name: i
 def _unbound(group: Any) -> Generator[None]:
     """Make new groups without splitting the default group's communicator.
 
-    torch splits the communicator of a group bound to a device. The split is a collective of all ranks, but ranks that
-    make a gloo group do not call it.
+    torch splits the communicator if the default group is bound to a device. All ranks must join the split, but ranks
+    that make a gloo group do not.
     """
     device = group.bound_device_id
     group.bound_device_id = None
@@ -158,7 +158,7 @@ def destroy_groups(handles: list[Any]) -> None:
 
 
 def _abort(group: Any) -> None:
-    """Abort NCCL work, which closing would wait for."""
+    # Closing waits for NCCL's work.
     for backend in {group._get_backend(device) for device in group._device_types}:
         if backend.name() == "nccl":
             backend.abort()

@@ -107,7 +107,7 @@ def processor_quota(root: Path = Path("/")) -> float:
 def _quotas(root: Path) -> Iterator[float]:
     """Yield each cgroup quota of this process, in processors (Linux, cgroups(7)).
 
-    A container may see its own group as the root, so the group's path and all its parents are read.
+    The group's path and all parents are read, because a container may see the process's group as the root.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -142,7 +142,7 @@ def is_accelerator(device: torch.device) -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished.
 
-    The device's own module is used: `torch.accelerator` may be another device.
+    Call the module of the device's type, because `torch.accelerator` may be of another type.
     """
     module = streams_of(device)
     if module is not None:
@@ -157,7 +157,7 @@ def forget_freed_memory(device: torch.device) -> None:
 
 
 def spare_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Return the free bytes beyond this process's peak memory; None if unknown.
+    """Return the bytes that remain free at this process's peak memory use; None if unknown.
 
     Host memory is divided equally among torchrun's local processes.
     """

@@ -42,7 +42,7 @@ def device_of_default(generator: torch.Generator) -> torch.device | None:
 
 
 def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
-    """Compare underlying generators: operators return them in new objects."""
+    """Return whether two objects wrap one generator. Operators return generators in new objects."""
     return _place(one) == _place(other)
 
 
@@ -71,7 +71,7 @@ _HOOKS_MODULES = ("FlopCounterMode", "_FlopCounterMode")
 
 
 def default_device() -> torch.device | None:
-    """Return the default device; None if no function mode, and so no default device, is active."""
+    """Return the default device; None if no function mode is active: a default device is one."""
     return torch.get_default_device() if _C._len_torch_function_stack() else None
 
 
@@ -100,7 +100,7 @@ def outside_function_modes() -> Generator[None]:
 
 
 def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Keep a mode active in Python code of backward passes; torch disables it while it handles backward()."""
+    """Keep a mode active in Python code of backward passes. torch disables function modes during backward()."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
 
     def run_inside(*args: Any, **kwargs: Any) -> Any:
@@ -111,9 +111,9 @@ def function_mode_in_backward(mode: TorchFunctionMode) -> AbstractContextManager
 
 
 def dispatch_mode() -> str | None:
-    """Return the name of an active dispatch mode that is not torch's, or that computes no values or hooks modules.
+    """Return the name of an active dispatch mode, or None.
 
-    None if there is none: torch's other modes only count, log or trace memory.
+    Ignore torch's modes, such as loggers, except modes that compute no values or hook modules.
     """
     for mode in dispatch_mode_stack():
         kind: Any = type(mode)

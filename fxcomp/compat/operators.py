@@ -90,7 +90,7 @@ def is_in_place(target: Operator) -> bool:
 
 
 def functional_operator(target: Operator) -> Operator | None:
-    """Return the out-of-place form of an in-place operator: add for add_; None without one."""
+    """Return the out-of-place form of an in-place operator, such as add for add_, or None."""
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None) if name.endswith("_") else None
     overload = target._overloadname
@@ -124,13 +124,13 @@ def has_results(target: Operator) -> bool:
 
 @cache
 def moves_tensors(target: Operator) -> bool:
-    """Return whether an operator returns or writes tensors; others return sizes or one value."""
+    """Return whether an operator returns or writes tensors. Other operators return sizes or one value."""
     makes = any("Tensor" in str(result.type) for result in target._schema.returns)
     return makes or target._schema.is_mutable
 
 
 def has_effect(node: Node) -> bool:
-    """Return whether a node must stay even if unused."""
+    """Return whether a node must stay in the graph even if its result is unused."""
     if node.op in ("placeholder", "output"):
         return True
     target = node.target
@@ -167,9 +167,9 @@ def checks_values(node: Node) -> bool:
 
 
 def is_random(target: Any) -> bool:
-    """Return whether an operator is tagged as random, as attention is even without dropout.
+    """Return whether an operator is tagged as random. Attention is tagged even without dropout.
 
-    Operators with a seed argument, such as attention's backward pass, do not count: they repeat draws.
+    Return False for operators with a seed argument, such as attention's backward pass, because they repeat draws.
     """
     is_tagged = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
     return is_tagged and "philox_seed" not in places_of_arguments(target)
@@ -203,7 +203,7 @@ def _flop_formula(target: Any) -> Callable[..., Any] | None:
 
 
 def _grouped_flops(one: Any, _: Any, *__: Any, out_val: Any, **___: Any) -> Any:
-    """Count flops of a grouped matmul: each output sums over the inner dimension, or one group's part of it."""
+    """Count flops of a grouped matmul. Each output value is a sum over the inner dimension or one group's part."""
     groups = out_val.shape[0] if one.dim() == 2 and out_val.dim() == 3 else 1
     return 2 * out_val.numel() * one.shape[-1] // groups
 
@@ -286,7 +286,7 @@ def _overloads(name: str) -> _Direct:
 
 
 direct_aten = _Direct(_overloads)
-"""`torch.ops.aten` without the Python frame of `OpOverload.__call__`."""
+"""`torch.ops.aten`, called without the Python frame of `OpOverload.__call__`."""
 
 OBJECTS = "a collective of Python objects"
 
@@ -314,13 +314,13 @@ def finished_work(target: Operator, args: Sequence[Any]) -> Any:
 
 
 def carries_objects() -> bool:
-    """Return whether a collective of Python objects is running; it first sends their sizes."""
+    """Return whether a collective of Python objects is running, which first sends the objects' sizes."""
     here, codes = dist.distributed_c10d.__file__, (frame.f_code for frame in frames(sys._getframe(1)))
     return any(code.co_filename == here and "_object" in code.co_name for code in codes)
 
 
 def without_hidden_communication(refuse: Callable[[str], Any]) -> AbstractContextManager[None]:
-    """Call `refuse` with a description if torch.distributed communicates without operators."""
+    """Call `refuse` with a description of communication without operators, such as a new process group."""
     hidden = {
         "_object_to_tensor": OBJECTS,
         "_tensor_to_object": OBJECTS,

@@ -76,7 +76,7 @@ def watch_optimizer(optimizer: torch.optim.Optimizer, called: Any) -> None:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer, ours: object) -> list[str]:
-    """Return the kinds of hooks other than `ours` in an optimizer's step."""
+    """Return the kinds of hooks other than `ours` in an optimizer's step, including an own `step` method."""
     import torch.optim.optimizer as module
 
     of_step = [vars(optimizer).get(f"_optimizer_step_{kind}_hooks", {}).values() for kind in ("pre", "post")]
@@ -103,11 +103,11 @@ def is_subclass(tensor: Tensor) -> bool:
 
 
 suggested_format = suggest_memory_format
-"""Function that returns the memory format of results of kernels that ignore strides."""
+"""Function that returns the memory format of a result from its input, for kernels that do not keep strides."""
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Return whether a tensor is a fake; others are constants of the trace."""
+    """Return whether a tensor is a fake. Other tensors in a trace are constants."""
     return isinstance(tensor, Fake)
 
 
@@ -135,9 +135,9 @@ def strides(tensor: Tensor) -> Sequence[Any]:
 
 
 def begin_in_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer whose constructor did not run create its state in its first step.
+    """Let Adagrad, if its constructor did not run, create its state in the first step.
 
-    Only Adagrad until torch 2.12 needs this.
+    Until torch 2.12, only the constructor creates Adagrad's state.
     """
     if not isinstance(optimizer, torch.optim.Adagrad) or not _adagrad_begins_when_made():
         return

@@ -28,7 +28,7 @@ _OF_PYTHON = (os.path.dirname(os.__file__), "<frozen")
 _INSTALLED = ("site-packages", "dist-packages")
 
 _PASSES_ON = (*_OF_PYTHON, "<string>")
-"""Filename prefixes of code that is skipped to find the caller."""
+"""Filename prefixes of code that `is_asked_by_user` skips to find the caller."""
 
 _KNOW_SYMBOLS = (_TORCH, _OURS, "<eval")
 """Filename prefixes of code that handles symbolic numbers, besides SymPy."""
@@ -38,7 +38,7 @@ _TRACES = (
     _OURS,
     "<",
 )
-"""Filename prefixes of code that behaves differently while tracing, unlike torch's layers."""
+"""Filename prefixes of code that behaves differently while tracing. torch.nn's layers do not."""
 
 _PASS_TO_US = (
     *(
@@ -67,7 +67,7 @@ def users_source(error: BaseException) -> str | None:
 
 
 def is_raised_as_eager(error: BaseException) -> bool:
-    """Return whether eager PyTorch would raise the error too: an IndexError, or raised outside of tracing code."""
+    """Return whether eager PyTorch would raise too: an IndexError, or an error from outside of tracing code."""
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     passing = _PASS_TO_US if names[:1] == [torch.__file__] else "<"  # torch._check and similar
     raised_in = next((name for name in names if not name.startswith(passing)), "<")
@@ -75,7 +75,7 @@ def is_raised_as_eager(error: BaseException) -> bool:
 
 
 def is_asked_by_user() -> bool:
-    """Return whether user code called the calling function, directly or through the standard library."""
+    """Return whether user code called this function's caller, directly or through the standard library."""
     for frame in frames(sys._getframe(2)):
         name = frame.f_code.co_filename
         if name.startswith(_PASSES_ON) and not any(part in name for part in _INSTALLED):
@@ -91,7 +91,7 @@ def is_called_by_user() -> bool:
 
 
 def is_users_call() -> bool:
-    """Return whether user code, or `Tensor.__hash__`, directly called the calling function."""
+    """Return whether user code, or `Tensor.__hash__`, directly called this function's caller."""
     code = sys._getframe(2).f_code
     name = code.co_filename
     is_pythons = name.startswith(_OF_PYTHON) and not any(part in name for part in _INSTALLED)
@@ -99,7 +99,7 @@ def is_users_call() -> bool:
 
 
 def users_code_tells_kinds() -> bool:
-    """Return whether the user's running function may distinguish symbols from numbers without calling their methods."""
+    """Return whether the user's running function may distinguish symbols from numbers without calling methods."""
     codes = (frame.f_code for frame in frames(sys._getframe(1)))
     users = next((code for code in codes if not code.co_filename.startswith(_NOT_THE_USERS)), None)
     return users is not None and _tells_kinds(users)

@@ -38,7 +38,7 @@ def stream_of(device: torch.device) -> Any:
 
 
 def side_stream(device: torch.device) -> Any:
-    """Return the device's side stream; None on the CPU. There is one, because torch reuses memory per stream."""
+    """Return the device's side stream; None on the CPU. There is only one, because torch reuses memory per stream."""
     return None if streams_of(device) is None else _side_stream(torch.empty(0, device=device).device)
 
 

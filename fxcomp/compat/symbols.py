@@ -99,12 +99,12 @@ def unbacked_symbols(number: Any) -> list[str]:
 
 
 def bound_symbols(values: Iterable[Any]) -> set[Any]:
-    """Return the symbols that are themselves a size, stride or integer."""
+    """Return the symbols that are alone a size, a stride or an integer of `values`."""
     return {expression for expression in _sizes(values) if expression.is_Symbol}
 
 
 def unbound_symbols(values: Iterable[Any]) -> set[Any]:
-    """Return the symbols that are no size, stride or integer alone, but part of an expression such as s0 + 1."""
+    """Return the symbols that only occur in expressions such as s0 + 1, never alone as a size, stride or integer."""
     found = _sizes(values)
     told = {expression for expression in found if expression.is_Symbol}
     return {symbol for expression in found for symbol in expression.free_symbols} - told
@@ -140,12 +140,12 @@ def _as_constant(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 
 
 def hint(value: Any) -> Any:
-    """Return a symbol's traced value; None if data-dependent."""
+    """Return the value that a symbol had while tracing; None if data-dependent."""
     return value.node.hint
 
 
 def size_hint(size: Any) -> int:
-    """Return a size's traced value; 1 if data-dependent."""
+    """Return the value that a size had while tracing; 1 if data-dependent."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     return 1 if size.node.hint is None else int(size.node.hint)
@@ -181,7 +181,7 @@ symbol is 0 or 1."""
 
 @dataclass(frozen=True, slots=True)
 class ShapeGuard:
-    """Predicate that checks a batch against a capture's sizes and its assumptions about them."""
+    """Predicate that checks a batch's sizes against the sizes and assumptions of a capture."""
 
     shapes: ShapeEnv
     tensors: tuple[Tensor, ...]
@@ -196,7 +196,7 @@ class ShapeGuard:
     def __call__(self, leaves: Sequence[Any]) -> bool:
         """Return whether a batch that differs only in sizes fits the graph.
 
-        Assumptions are read at each call: later passes may add some.
+        Assumptions are read at each call, because later passes may add assumptions.
         """
         real = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         pairs = [pair for fake, tensor in zip(self.tensors, real, strict=True) for pair in _numbers(fake, tensor)]
@@ -219,9 +219,9 @@ def shape_guard(shapes: ShapeEnv, batch: Sequence[Any]) -> ShapeGuard | None:
 
 
 def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, int]]:
-    """Pair the properties of a fake and a real tensor that a graph may depend on.
+    """Pair sizes, strides and symbolic storage offsets of a fake with the real tensor's.
 
-    Plain storage offsets are left out: they may differ between tensors of one size.
+    Plain storage offsets are left out, because they may differ between tensors of one size.
     """
     assert fake.dim() == real.dim(), "a guard is asked of batches that differ in sizes alone"
     yield from zip(fake.shape, real.shape, strict=True)
@@ -231,7 +231,7 @@ def _numbers(fake: Tensor, real: Tensor) -> Iterator[tuple[int | torch.SymInt, i
 
 
 def _is(given: int | torch.SymInt, number: int, values: dict[Any, Any]) -> bool:
-    """Return whether `number` equals the traced `given`; a symbol in both its original and simplified form."""
+    """Return whether `given` equals `number`. A symbol's original and simplified form must both equal `number`."""
     if not isinstance(given, torch.SymInt):
         return given == number
     return all(expression.xreplace(values) == number for expression in (given.node._expr, given.node.expr))

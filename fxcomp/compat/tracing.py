@@ -45,7 +45,7 @@ DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException, SIZ
 
 
 def fake_mode() -> tuple[FakeMode, ShapeEnv]:
-    """Make a fake mode that accepts real tensors, such as constants of the model."""
+    """Make a shape environment and a fake mode that accepts real tensors, such as constants of the model."""
     shapes = ShapeEnv()
     return FakeMode(shape_env=shapes, allow_non_fake_inputs=True), shapes
 
@@ -71,7 +71,7 @@ def fake_on(value: Tensor, device: torch.device) -> Tensor:
 
 
 def forget_fakes(mode: FakeMode, values: Sequence[Any]) -> None:
-    """Make new fakes of these tensors at the next conversion."""
+    """Let `mode` make new fakes of these tensors at the next conversion."""
     known = mode.fake_tensor_converter.meta_converter.describer.lookup_tensor
     for value in values:
         if isinstance(value, Tensor):
@@ -86,8 +86,8 @@ def plain_values() -> AbstractContextManager[Any]:
 def real_tensors() -> Generator[None]:
     """Compute and communicate without a compiler's fake modes.
 
-    The Python dispatcher is disabled too, because it starts collectives with the GIL held: a deadlock if gloo's thread,
-    which holds the queue lock, needs the GIL to free a finished collective's tensors.
+    The Python dispatcher is disabled too, because it holds the GIL when it starts a collective. Then a deadlock occurs
+    if gloo's thread holds the queue lock and waits for the GIL to free tensors of a finished collective.
     """
     with _disable_current_modes(), _DisablePythonDispatcher():
         yield
@@ -114,7 +114,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> GraphModule:
 
 
 def _generators_as_attributes() -> AbstractContextManager[Any]:
-    """Allow generators as arguments of operators in a graph. torch does so since 2.13 and raises before."""
+    """Allow generators as arguments of operators in a graph. torch allows generators only since 2.13."""
 
     def as_attribute(tracer: Any, generator: torch.Generator) -> Node:
         name = tracer.get_fresh_qualname("_generator")
@@ -127,9 +127,9 @@ def _generators_as_attributes() -> AbstractContextManager[Any]:
 def trace_functional(
     traced: GraphModule, inputs: Sequence[Any], mode: FakeMode, begun: Callable[[], None]
 ) -> GraphModule:
-    """Trace again without in-place operators and views of written tensors; first call `begun` inside the trace.
+    """Trace again, without in-place operators and views of written tensors. The trace first calls `begun`.
 
-    Constants become fake inputs of this trace, because tensors outside the model may be written.
+    Constants become fake inputs of this trace, because the graph may write tensors outside the model.
     """
     constants, given = _constants(traced), len(inputs)
 
@@ -176,10 +176,7 @@ class _WithConstants(Interpreter):
 
 @contextmanager
 def without_autocast() -> Generator[None]:
-    """Turn autocast off.
-
-    A nested autocast context would keep cached casts of weights.
-    """
+    """Turn autocast off, without a nested autocast context, which would keep cached casts of weights."""
     before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
     try:
         for device in before:

@@ -2,8 +2,8 @@
 
 The reference is the specification: C++ and Triton kernels return the same bits.
 
-A bucket is a flat fp32 tensor of parameters' gradients, and `segments` are their sizes. No computation mixes two
-segments. A payload's size depends on `segments` alone, so one collective sends it without a header.
+A bucket is a flat fp32 tensor of parameters' gradients, and `segments` has each gradient's size. No computation mixes
+two segments. A payload's size depends on `segments` alone, so one collective sends it without a header.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Compressed(NamedTuple):
 
 
 class Compressor(Declared):
-    """A lossy codec of gradients."""
+    """Base class of gradient compressors."""
 
     __slots__ = ()
 
@@ -58,7 +58,7 @@ class Compressor(Declared):
     def compress_reference(self, given: EncoderInput) -> Compressed:
         """Compress v = bucket + residual; the new residual is v - decompress(payload).
 
-        Non-finite values decode to non-finite values, which every rank detects. Their residuals stay unchanged.
+        Non-finite values decode to non-finite values, which every rank detects, and their residuals stay unchanged.
         """
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Compressor(Declared):
         return torch.zeros(self.state_elements(size), dtype=self.facts.state_dtype)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Convert a segment's state from `before`, the same class with other parameters, or return `fresh`."""
+        """Convert a segment's state made by `before`, which has other parameters. If impossible, return `fresh`."""
         return state if state.shape == fresh.shape else fresh
 
     # Kernels, which a plug-in may override. They return False if the reference must run instead.

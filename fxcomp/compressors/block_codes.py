@@ -5,8 +5,8 @@
     decoded = f(code, scale of its block)
 
 Payload, as bytes: the fp32 scales of all blocks; the codes, 8 / b per byte, the first in the lowest bits; and zeros up
-to a multiple of four, which keep gathered payloads aligned. Each segment starts a new block and a new byte of codes.
-Its last block may be short.
+to a multiple of four, for alignment. Each segment starts a new block and a new byte of codes, and its last block may be
+short.
 
 A block whose scale is not finite gets scale NaN and codes 0: it decodes to NaN, and its residual stays unchanged. Other
 scales are at most `most_scale`, so decoded values are finite.
@@ -99,11 +99,11 @@ class BlockCompressor(Compressor):
 
     @abstractmethod
     def scales(self, rows: Tensor, sizes: Tensor) -> Tensor:
-        """Return each row's scale, not finite if the row is not. Scales and `sizes` (values per row) are columns."""
+        """Return each row's scale, not finite if a value is not. Scales and `sizes` (values per row) are columns."""
 
     @abstractmethod
     def codes(self, rows: Tensor, scale: Tensor, uniform: Tensor) -> Tensor:
-        """Return the code of each value, uint8. `uniform` has u for each value, 0 without stochastic rounding."""
+        """Return each value's code, uint8. `uniform` has u for each value, or zeros without stochastic rounding."""
 
     @abstractmethod
     def values(self, codes: Tensor, scale: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def mean_magnitude(rows: Tensor, sizes: Tensor) -> Tensor:
 
 
 def sum_in_lanes(rows: Tensor) -> Tensor:
-    """Return row sums, as a column: every 64th value in one of 64 lanes, then repeatedly upper plus lower half."""
+    """Return row sums, as a column. Lane k of 64 adds values k, k + 64, ... Then halves of the lanes are added."""
     terms = pad(rows, (0, -rows.shape[1] % _LANES))
     lanes = rows.new_zeros(len(rows), _LANES)
     for start in range(0, terms.shape[1], _LANES):
@@ -251,9 +251,9 @@ def place_of_largest(rows: Tensor) -> Tensor:
 
 
 def whole_codes(rows: Tensor, scale: Tensor, uniform: Tensor, levels: int, bits: int, *, at_random: bool) -> Tensor:
-    """Round v / scale to an integer within -levels..levels, in two's complement.
+    """Round rows / scale to integers within -levels..levels, in two's complement.
 
-    If `at_random`, add u and round down, which is unbiased; else round to nearest, ties to even.
+    If `at_random`, add `uniform` and round down, which is unbiased. Else round to nearest, ties to even.
     """
     quotient = (rows / torch.where(scale > 0, scale, 1.0)).clamp(-levels, levels)
     whole = (quotient + uniform).floor().clamp_max(levels) if at_random else quotient.round()

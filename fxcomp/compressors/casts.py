@@ -69,7 +69,7 @@ class BF16(CastCompressor):
 @register
 @dataclass(frozen=True, slots=True)
 class FP16(CastCompressor):
-    """Half precision, two bytes a value: three more mantissa bits than bf16, and a smaller range.
+    """Half precision, two bytes a value: more precise than bf16, with a smaller range.
 
     The bucket is first divided by the number of ranks, because a sum over ranks could exceed fp16's limit, 65504.
     Larger values become inf. Values below 6e-5 lose precision and values below 3e-8 become zero, so scale the loss.
@@ -93,11 +93,11 @@ class FP16(CastCompressor):
 
 
 class ExactCast(CastCompressor):
-    """Base of casts for gradients that are casts of `facts.payload_dtype` values, which are sent without error.
+    """Base of casts without error. Every gradient value must be representable in `facts.payload_dtype`.
 
-    mean = (sum of payloads in rank order, in fp32) / ranks        each payload is divided first for 2, 4, 8, ... ranks
+    mean = (sum of payloads in rank order, in fp32) / ranks
 
-    Payloads are gathered, because a sum in 16 bits would be rounded.
+    With 2, 4, 8, ... ranks, payloads are divided before the sum. Payloads are gathered, because 16-bit sums round.
     """
 
     __slots__ = ()

@@ -170,7 +170,7 @@ def _announced(name: str) -> EntryPoint:
 
 @cache
 def warn_of_shadowed() -> None:
-    """Warn once of entry points with the name of a compressor that another module registered."""
+    """Warn once of entry points that are ignored because another module registered a compressor of that name."""
     for point in entry_points(group=ENTRY_POINTS):
         taken = CATALOGUE.get(point.name)
         if taken is not None and point.value.partition(":")[0] != taken.__module__:

@@ -1,7 +1,7 @@
 """Send the index and sign of the largest of every N values, and one fp32 scale per parameter.
 
     chunk   = N values, a power of two; the last of a segment may be shorter
-    m       = ceil(n / N)
+    m       = ceil(n / N) chunks for n values
     scale   = mean of the chunks' largest |v|, without chunks of zeros
     decoded = sign(v) * scale at the index of the largest |v| in each chunk, 0 elsewhere
 
@@ -9,18 +9,16 @@ Payload, as bytes: for each segment the fp32 scale, then m codes of log2(N) + 1 
 sign above (1 if v is negative). Codes are split into planes of 8, 4, 2 or 1 bits: five bits become a plane of four and
 a plane of one. Planes are packed as in `block_codes.py`. Zeros pad a segment's bytes to a multiple of four.
 
-A chunk of zeros must decode to zeros, because an embedding row without a gradient must not change. All codes are in
-use, and another bit per chunk would add a fifth to the payload. So a segment with chunks of zeros has a negative scale,
-and the code that `_drawn` hashes from the scale means zero. A chunk that needs this code for its own value is not sent:
-it stays in the residual, which changes the next scale and zero code. With a fixed zero code, one pair of index and sign
-could never be sent.
+A chunk of zeros must decode to zeros, because an embedding row without a gradient must not change. So a segment with
+chunks of zeros has a negative scale, and the code that `_drawn` hashes from the scale means zero. Another chunk with
+this code also decodes to zeros, and the chunk's value stays in the residual. The next scale gives another zero code.
 
-The scale minimises the squared error of the sent values: relative to |v|^2, 0.60 for Gaussian values at N = 8, 0.73 at
-N = 16.
+The scale minimises the squared error of the sent values. The error of all values, relative to |v|^2, is 0.60 for
+Gaussian values at N = 8, 0.73 at N = 16.
 
-Of equal magnitudes the lowest index is sent. If the sum of a segment's largest magnitudes is not finite, its scale is
-NaN and its codes are 0: it decodes to NaN, and its residual stays unchanged. The order of the sum is fixed: each run of
-1024 chunks in 64 lanes (partial sums), then the sums of runs in 64 lanes.
+Of equal magnitudes the lowest index is sent. If the sum of a segment's largest magnitudes is not finite, the scale is
+NaN, the codes are 0, the segment decodes to NaN, and the residual stays unchanged. The sum has a fixed order: over each
+run of 1024 chunks in 64 lanes (partial sums), then over runs in 64 lanes.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ def _drawn(scale: Tensor, bits: int) -> Tensor:
 @register
 @dataclass(frozen=True, slots=True)
 class CMax(Compressor):
-    """Index and sign of each chunk's largest value: 1/60 to 1/100 of fp32's bytes."""
+    """Index and sign of each chunk's largest value: 1/100 of fp32's bytes for chunks of 16 values, 1/60 for 8."""
 
     chunk: int = 16
 

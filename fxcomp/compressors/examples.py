@@ -14,7 +14,7 @@ TYPICAL: dict[str, float] = {"ratio": 0.01, "rank": 4}
 
 
 def examples() -> list[Compressor]:
-    """Return each built-in compressor with typical parameters, and a variant for each alternative bool or choice."""
+    """Return each built-in compressor with typical parameters, and variants with each other bool or choice."""
     found: list[Compressor] = []
     for kind in sorted(ours(), key=lambda kind: kind.facts.name):
         first = example_of(kind)

@@ -32,7 +32,7 @@ class Feedback(Enum):
     REQUIRED = "required"
     OPTIONAL = "optional"
     FORBIDDEN = "forbidden"
-    """The compression error can exceed the input, so feedback would diverge; or there is no error."""
+    """The error can exceed the input, so that feedback diverges, or the error is always 0."""
 
 
 class Bias(Enum):
@@ -89,14 +89,14 @@ class Facts:
     passes: int = 1
     """Number of times that encoding reads the whole gradient from main memory."""
     parameters: tuple[Parameter, ...] = ()
-    """Fields in the text form. A plan records only these."""
+    """Fields in the text form. A plan records only these fields."""
     filled_in: tuple[str, ...] = ()
     """Names of fields that `bound_to` computes, equal on every rank."""
     state: str = "none"
     """Formula of a segment's bytes kept between steps, without the residual."""
     state_dtype: torch.dtype = torch.float32
     decode_needs_state: bool = False
-    """Decoding needs the state after encoding, to draw the same random numbers."""
+    """Decoding needs the state that encoding wrote, to draw the same random numbers."""
     state_from_payload: bool = False
     """The summed payload is the next state (PowerSGD's warm start)."""
     agreement: ProposalReduction | None = None
@@ -104,9 +104,9 @@ class Facts:
     proposal: str = "none"
     proposal_dtype: torch.dtype = torch.float32
     grain: str = ""
-    """Parameter that counts values per scale or code. Shards are cut at its multiples, or anywhere if empty."""
+    """Name of the parameter with the values per scale or code, 1 if empty. Shards cut gradients at its multiples."""
     is_exact: bool = False
-    """Only for gradients that are casts of values of `payload_dtype`, which it sends without error."""
+    """The compressor accepts only gradients that are casts of `payload_dtype` values, and has no error."""
     is_joined: bool = False
     """A bucket's payload is the concatenation of its segments' payloads."""
     needs_whole_parameters: bool = False
@@ -149,7 +149,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def checked(field: FieldInfo, value: Any) -> Any:
-    """Return the value, with an int converted for a float field. Raises ValueError for another type."""
+    """Return the value, after converting an int for a float field. Raises ValueError for other wrong types."""
     match field.type, value:
         case ("bool", bool()) | ("float", float()) | ("str", str()):
             return value
@@ -206,7 +206,7 @@ class Declared(ABC):
         return 0
 
     def bound_to(self, shapes: Sequence[Sequence[int]], ranks: int) -> Self:
-        """Return the compressor for parameters of these shapes, averaged over `ranks` ranks."""
+        """Return the compressor for a bucket of parameters of these shapes, which `ranks` ranks average."""
         return self
 
     def of_segment(self, index: int) -> Self:

@@ -3,8 +3,7 @@
     ω = |v - decoded|² / |v|²        of the reference's first compression of one rank's values, without error feedback
 
 All ranks must compute the same errors to choose the same plan. So values come from counter-based random numbers,
-references sum in a fixed order, and squares are summed exactly. Each value is a sum of 64 random bytes, with an excess
-kurtosis of -0.019.
+references sum in a fixed order, and squares are summed exactly. Each value is a sum of 64 random bytes.
 
 Gradient matrices have low rank (Vogels et al. 2019), Gaussian matrices do not. So a compressor with
 `needs_whole_parameters` compresses a matrix with singular values 1 / k instead, after `WARM_UP` steps. The error of a

@@ -90,7 +90,7 @@ def check_segments(compressor: Declared, segments: Sequence[int]) -> None:
 
 
 def check_not_mixed(compressor: Declared, segments: Sequence[int], first: Tensor, *others: Tensor | None) -> None:
-    """Raise BadTensor if only some tensors are on meta: torch would pass the others to the op's fake."""
+    """Raise BadTensor if only some tensors are on meta, because torch would run the op's fake on the others."""
     for other in others:
         if other is not None and (other.device.type == "meta") != (first.device.type == "meta"):
             what = f"tensors are on {first.device} and on {other.device}"

@@ -4,17 +4,15 @@
     code    = 0 1 2 3 for v <= -scale, < 0, < scale, other  floor(v / scale + 1.5 + u), u uniform in [0, 1)
     decoded = (code - 1.5) * scale
 
-`block_codes.py` defines blocks and payload. A block is a multiple of four values. The mean is summed in a fixed order.
+`block_codes.py` defines blocks and payload. A block is a multiple of four values.
 
-With scale c mean|v|, a block's squared error is below its squared norm by at least (c - c^2/4) n mean|v|^2, so error
-feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512 (log-normal: the product with
-a Gaussian value):
+With scale c mean|v|, a block of n values has a squared error of at most |v|^2 - (c - c^2/4) n mean|v|^2, so error
+feedback converges for c below 4. Relative squared errors, 131072 samples in blocks of 512:
 
                 c = 1.0   1.25   1.5   1.75   2.0
     Gaussian       .14    .12    .13   .17    .21
     Laplace        .26    .21    .20   .20    .23
     Student t3     .40    .36    .34   .33    .34
-    log-normal     .61    .56    .53   .51    .50
 
 Stochastic rounding is unbiased, with relative squared errors of 0.8 for Gaussian values and 2.2 for Laplace. Error
 feedback diverges if this error may exceed 1, so it is forbidden for blocks of 12 and more values.

@@ -8,9 +8,8 @@
 `block_codes.py` defines blocks, payload and the treatment of values that are not finite. Codes are two's complement. A
 block is an even number of values.
 
-The relative squared error is about 0.014 for Gaussian values in blocks of 128 and 0.026 for Laplace (0.018 and 0.039 in
-blocks of 512); twice that if stochastic. In blocks of more than 196 values, the error of stochastic rounding may exceed
-1, so feedback is forbidden.
+The relative squared error in blocks of 128 is about 0.014 for Gaussian values and 0.026 for Laplace, twice that if
+stochastic. In blocks of more than 196 values, the error of stochastic rounding may exceed 1, so feedback is forbidden.
 """
 
 from __future__ import annotations

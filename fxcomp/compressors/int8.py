@@ -9,9 +9,8 @@
 
 The relative squared error is about 5.5e-5 for Gaussian values and 1.2e-4 for Laplace, twice that if stochastic.
 Training follows the dense loss without error feedback (docs/benchmarks/convergence.md), so feedback is optional.
-Encoding moves 12 bytes of fp32 per value with feedback and 4 without. Rounding to nearest loses values below half a
-step, at most (B - 1) / (4 127^2) of the squared norm of a block of B values: 0.8 % for B = 512. Larger blocks need
-feedback.
+Rounding to nearest loses values below half a step, at most (B - 1) / (4 127^2) of the squared norm of a block of B
+values: 0.8 % for B = 512. Larger blocks need feedback.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ABI_VERSION = 16  # the same number as in csrc/module.cpp
 
 
 def kernel_path() -> Path | None:
-    """Return the library's path, or None if it was not built."""
+    """Return the path of the library of kernels, or None if it was not built."""
     spec = find_spec("fxcomp._kernels")
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 

@@ -65,7 +65,7 @@ def encode(compressor: Compressor, given: EncoderInput, payload: Tensor, pieces:
 
 
 def decode(compressor: Compressor, received: DecoderInput, out: Tensor, pieces: Sequence[tuple[int, ...]]) -> None:
-    """Fill `out` with the mean of each piece's payloads."""
+    """Fill `out` with the mean over ranks of each piece's payloads."""
     payloads, ranks, segments, agreed, state = received
     if len(pieces) == 1 or (ranks == 1 and compressor.facts.is_joined):
         compressor.decode(payloads, ranks, segments, out, agreed, state)
@@ -100,7 +100,7 @@ ARGUMENTS = ("bucket", "residual", "segments", "state", "agreed", "payloads", "r
 
 
 def define_ops(kind: type[Compressor]) -> tuple[OpOverload, OpOverload, OpOverload | None]:
-    """Define the ops that compress, decompress and propose. A fake allocates the results; the op fills them."""
+    """Define the ops that compress, decompress and propose. An op's fake allocates the results; the op fills them."""
     make, name = cast(Callable[..., Compressor], kind), kind.facts.name
     parameters = "".join(f", {SCHEMA[field.type]} {field.name}" for field in fields_of(kind).values())
     bucket = f"(Tensor bucket, Tensor? residual, int[] segments{parameters}, *, Tensor? state=None"

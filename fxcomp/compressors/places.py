@@ -3,14 +3,14 @@
     n = 1000, places 3, 7, 300, 999            low bytes     3, 7, 44, 231
                                                high bits     1 1 0 1 0 0 1     (blocks 0, 0, 1, 3)
 
-Places are ascending. k and n alone select the shorter of two forms:
+Places are ascending. n and the room for places select the shorter of two forms:
 
     a bitmap               n bits: bit p is 1 for a place p
     low bits and a string  the low 8 (or 16) bits of each place; then a bit string with a 1 for each place and a 0 at
                            the start of each further block of 2^8 (or 2^16) places: 9k + n/2^8 bits (or 17k + n/2^16)
 
 The second form is the code of Elias (1974) and Fano (1971). Its i-th 1 is bit block(i) + i, so its size does not depend
-on the places. For k = n / 100 it takes 9.4 bits per place; the entropy is 8.1.
+on the places. For k = n / 100 it takes 9.4 bits per place.
 
 A section has room for `slots` >= k places: low bits, then the bit string. Unused room is zero. The lowest bit of a byte
 comes first.

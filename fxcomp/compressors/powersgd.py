@@ -87,7 +87,7 @@ def _project_back(value: Tensor, factors: Tensor) -> Tensor:
 
 
 def _expand(left: Tensor, right: Tensor) -> Tensor:
-    """Return P Qᵀ, rows * columns."""
+    """Return P Qᵀ, of shape (rows, columns)."""
     total = left[0, :, None] * right[0]
     for one, other in zip(left[1:], right[1:], strict=True):
         total = total + one[:, None] * other
@@ -103,7 +103,7 @@ def _add_halves(terms: Tensor) -> Tensor:
 
 
 def _orthonormal(factors: Tensor) -> Tensor:
-    """Return a basis of the vectors' span, completed by random directions; NaN if a value is not finite."""
+    """Orthonormalise the vectors. A random vector replaces a dependent vector. All are NaN if a value is not finite."""
     basis: list[Tensor] = []
     for index, vector in enumerate(factors.double()):
         left, length = _clean(vector, basis)
@@ -115,7 +115,7 @@ def _orthonormal(factors: Tensor) -> Tensor:
 
 
 def _clean(vector: Tensor, basis: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Subtract the projection on the basis, twice because of rounding. Also return the remaining length."""
+    """Subtract the vector's projection on the basis, twice because of rounding. Also return the length left."""
     for other in (*basis, *basis):
         vector = vector - _dot(other, vector) * other
     return vector, _dot(vector, vector).sqrt()
@@ -127,7 +127,7 @@ def _dot(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _random(key: int, step: int, count: int, device: torch.device) -> Tensor:
-    """Return centred sums of four random bytes: nearly Gaussian, and exact because no logarithm is needed."""
+    """Return sums of four random bytes, minus 510: nearly Gaussian, and the same bits on every machine."""
     state = torch.full((randomness.STATE_ELEMENTS,), key, dtype=torch.int64, device=device)
     state[1].fill_(step)
     stream = randomness.stream_of(state, 0)
@@ -208,7 +208,7 @@ class PowerSGD(Compressor):
         return _random(key, 0, self.rank * columns, torch.device("cpu")).float() if columns else torch.zeros(size)
 
     def state_after(self, before: Compressor, size: int, state: Tensor, fresh: Tensor) -> Tensor:
-        """Keep the leading factors; add random factors for a higher rank."""
+        """Return `state`, cut or extended by random columns of Q to this compressor's `rank`."""
         assert isinstance(before, PowerSGD), "a state goes on under the same compressor"
         [columns] = self.all_columns((size,))
         if not columns or before.all_columns((size,)) != (columns,):
@@ -278,7 +278,7 @@ class PowerSGD(Compressor):
         return tuple(self._columns_of(size, near_square(size)) for size in segments)
 
     def _columns_of(self, size: int, shape: Sequence[int]) -> int:
-        """Return the columns of a parameter's matrix; 0 for dense."""
+        """Return the number of columns of a parameter's matrix; 0 if the parameter is sent dense."""
         if len(shape) < 2 or size == 0:
             return 0
         rows, columns = shape[0], size // shape[0]

@@ -2,8 +2,7 @@
 
     counter i of stream (key, step)  -->  32 bits
 
-The hash multiplies the counter three times and mixes in the key between rounds; the 32-bit finalizers of Murmur3 and
-"lowbias32" multiply twice. `uniform` uses the upper 24 bits.
+The hash multiplies the counter three times and mixes in the key between rounds. `uniform` uses the upper 24 bits.
 
 Each segment has a stream. Its state is two int64: the key, and the step, which each encoding increments.
 """
@@ -34,7 +33,7 @@ def next_state(state: Tensor) -> Tensor:
 
 
 def one_step(state: Tensor) -> Tensor:
-    """Return a state's increment, made on the device so that the host does not wait."""
+    """Return a tensor that adds 1 to each step of a state, created without waiting for the device."""
     return torch.arange(STATE_ELEMENTS, device=state.device).repeat(state.numel() // STATE_ELEMENTS)
 
 

@@ -56,7 +56,7 @@ _THIN_SAMPLE_REACHED = 64
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """State of one segment, in memory order."""
+    """State of one segment, fields in the state tensor's order."""
 
     stages: float = 2.0
     direction: float = 1.0
@@ -66,13 +66,13 @@ class Controller:
     reached: float = 0.0
     """Sum over the window's steps of (values that reached the threshold) / k."""
     deviation: float = _FAR
-    """|mean of `fitted` - 1| in the last window."""
+    """|`fitted` / WINDOW - 1| at the end of the last window."""
     bad_windows: float = 0.0
     resamples: float = 0.0
     calls: float = 0.0
 
     def after(self, fitted: float, reached: float, most_stages: int) -> Controller:
-        """Return the state after a call, computed in fp64 and stored as fp32."""
+        """Return the state after one encoding, which adds `fitted` and `reached` to the sums."""
         now = replace(
             self,
             calls=(self.calls + 1) % _CALLS,
@@ -119,7 +119,7 @@ def _stride(n: int, ratio: float) -> int:
 
 @lru_cache(maxsize=4096)
 def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
-    """Return each segment's stride for a thin sample: 1 % of the values, at least 64 / ratio.
+    """Return each segment's stride for a thin sample of about max(n / 100, 64 / ratio) values.
 
     Strides are odd, so that samples of a matrix vary in column.
     """
@@ -127,7 +127,7 @@ def thin_strides(segments: tuple[int, ...], ratio: float) -> tuple[int, ...]:
 
 
 def thin_threshold(piece: Tensor, k: int, stride: int, random: int) -> int:
-    """Return the magnitude that a fraction k / n of the thin sample reaches, as bits."""
+    """Return the bits of the magnitude that a fraction k / n of the thin sample reaches."""
     sample = piece[min(random % stride, len(piece) - 1) :: stride]
     return survivors.kth_largest(sample, max(1, (2 * k * len(sample) + len(piece)) // (2 * len(piece))))
 
@@ -146,7 +146,7 @@ def sample_of(piece: Tensor, stride: int, calls: int) -> Tensor:
 
 
 def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
-    """Return True if `reached` differs from `reaching` by more than 5 % and by more than the standard deviation."""
+    """Return True if the count `reached` differs from the expected `reaching` by over 5 % and a standard deviation."""
     chance = math.sqrt(reaching) if stride > 1 else 0.0
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 
@@ -230,9 +230,9 @@ class Sidco(Compressor):
     def _choose(
         self, piece: Tensor, k: int, controller: Controller, stride: int, thin_stride: int
     ) -> tuple[int, float | None]:
-        """Return a segment's threshold, as the bits of a float, and the quality of the fit.
+        """Return the bits of a segment's threshold, and (sampled values above the quantile) / t.
 
-        The quality is the number of sampled values above the quantile, divided by t; None without a fit.
+        The second value is None if no distribution was fitted, because k or every sampled value is 0.
         """
         calls = int(controller.calls)
         sample = sample_of(piece, stride, calls)

@@ -29,7 +29,7 @@ DEFAULT_BLOCK = 512
 @register
 @dataclass(frozen=True, slots=True)
 class Sign(BlockCompressor):
-    """The sign of each value: a thirtieth of fp32."""
+    """The sign of each value: about a thirtieth of the bytes of fp32."""
 
     block: int = DEFAULT_BLOCK
 

@@ -50,7 +50,7 @@ def magnitude_bits(values: Tensor) -> Tensor:
 
 
 def compress(given: EncoderInput, ratio: float, thresholds: Sequence[int]) -> tuple[Compressed, list[int]]:
-    """Send the values that reach each segment's threshold (a magnitude's bits). Also return their number by segment."""
+    """Send the values that reach their segment's threshold (bits). Also return each segment's number of such values."""
     left_out = given.value.clone()
     sections = [left_out.new_empty(0, dtype=torch.uint8)]
     reached: list[int] = []
@@ -75,7 +75,7 @@ def decompress(received: DecoderInput, ratio: float) -> Tensor:
 
 
 def kth_largest(values: Tensor, k: int) -> int:
-    """Return the bits of the k-th largest magnitude, at least 1."""
+    """Return the bits of the k-th largest magnitude; 1 (the smallest nonzero fp32) if the k-th is 0 or missing."""
     if k > len(values):
         return 1
     return max(1, int(magnitude_bits(values).topk(k, sorted=True).values[-1]))

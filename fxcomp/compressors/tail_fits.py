@@ -38,7 +38,7 @@ class TailFit(Enum):
 
 
 class Moments(NamedTuple):
-    """Count of the values above a level, and moments of their excess over it."""
+    """Number of values above a level, and mean and variance of (value - level) over these values."""
 
     above: int
     mean: float
@@ -48,7 +48,7 @@ class Moments(NamedTuple):
 def fit_threshold(sample: Tensor, reaching: float, stages: int, fit: TailFit) -> float:
     """Return the magnitude that about `reaching` values of the sample reach, from `stages` fits.
 
-    The sample is not all zeros.
+    The sample must contain a nonzero value.
     """
     magnitudes = sample.double()
     moments = moments_above(magnitudes, 0.0)
@@ -83,7 +83,7 @@ def quantile(moments: Moments, share: float, fit: TailFit) -> float:
 
 
 def gamma_quantile(magnitudes: Tensor, moments: Moments, share: float) -> float:
-    """Return the magnitude that a fraction `share` of the nonzero magnitudes reaches."""
+    """Return the magnitude exceeded with probability `share` in a gamma distribution fitted to nonzero magnitudes."""
     q = math.log(moments.mean) - mean_log(magnitudes, moments.above)
     if q < 1e-4:
         return -moments.mean * math.log(share)
@@ -103,7 +103,10 @@ def moments_above(magnitudes: Tensor, level: float) -> Moments:
 
 
 def mean_log(magnitudes: Tensor, count: int) -> float:
-    """Return the mean log of the nonzero magnitudes, from exact sums of exponents and products of 512 mantissas."""
+    """Return the mean logarithm of the nonzero magnitudes.
+
+    Exponents are added; logarithms are taken of products of 512 mantissas.
+    """
     power_of_two = 1 << max(0, len(magnitudes) - 1).bit_length()
     magnitudes = pad(magnitudes, (0, power_of_two - len(magnitudes)))
     bits = torch.where(magnitudes > 0, magnitudes, 1.0).view(torch.int64)
@@ -120,7 +123,7 @@ def mean_log(magnitudes: Tensor, count: int) -> float:
 
 
 def _sum(values: Tensor) -> float:
-    """Add every 512th value in one of 512 lanes, then repeatedly the upper half to the lower."""
+    """Add every 512th value to one of 512 sums, then repeatedly add the upper half of sums to the lower."""
     lanes = values.new_zeros(_LANES)
     for row in pad(values, (0, -len(values) % _LANES)).view(-1, _LANES):
         lanes = lanes + row
@@ -185,7 +188,7 @@ def _upper_gamma(shape: float, x: float, log_gamma: float) -> float:
 
 
 def _log_gamma(x: float) -> float:
-    """Stirling's series, after shifting x to 10 or more; accurate to 1e-13."""
+    """Return ln Γ(x), accurate to 1e-13. An x below 10 is shifted, for Stirling's series."""
     shift = 1.0
     while x < 10.0:
         shift *= x

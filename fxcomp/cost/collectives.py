@@ -172,7 +172,7 @@ def collective_us(
 def chosen_algorithm(
     kind: CollectiveKind, size: float, group: GroupTopology, library: Library = Library.NCCL
 ) -> Algorithm:
-    """Return the library's algorithm in a group: NCCL uses the fastest for the size, gloo one for all sizes."""
+    """Return the library's algorithm: NCCL's is the fastest for `size`, gloo's always the fastest for large sizes."""
     if library is Library.GLOO:
         return large_algorithm(kind, group, library)
     return _least(kind, library, lambda algorithm: _collective_us(kind, size, group, algorithm))
@@ -201,7 +201,7 @@ class Likeness:
     """Conversion of a measured collective's time to another collective."""
 
     bytes_per_byte: float
-    """Bytes of the measured collective that take as long as one byte of the other."""
+    """Bytes of the measured collective that take as long as one byte of the other collective."""
     known_steps: float
     """Steps of the measured collective."""
     more_steps: float
@@ -220,14 +220,14 @@ def likeness(known: CollectiveKind, asked: CollectiveKind, group: GroupTopology,
 
 
 def stand_ins(kind: CollectiveKind, group: GroupTopology, library: Library) -> list[CollectiveKind]:
-    """Return the collectives whose measurements may price `kind`, starting with its algorithm."""
+    """Return the collectives whose measurements may price `kind`; first, collectives with the same algorithm."""
     way = large_algorithm(kind, group, library)
     others = (_K.ALL_REDUCE, _K.ALL_GATHER, _K.ALL_TO_ALL)
     return sorted(others, key=lambda known: large_algorithm(known, group, library) is not way)
 
 
 def added_bytes(kind: CollectiveKind, size: float, ranks: int, library: Library) -> float:
-    """Return the bytes that fxcomp sums after a collective, on the busiest rank."""
+    """Return the bytes that fxcomp sums on the busiest rank, after gloo's reduce or reduce_scatter."""
     if ranks == 1 or library is not Library.GLOO:
         return 0.0
     return {_K.REDUCE: ranks * size, _K.REDUCE_SCATTER: size}.get(kind, 0.0)
@@ -273,7 +273,7 @@ _NAMES = [{"ceil_log2": _ceil_log2}, "math"]
 def format_collective_us(
     kind: CollectiveKind, size: float, group: GroupTopology, library: Library = Library.NCCL, added_us: float = 0.0
 ) -> str:
-    """Format `collective_us` as a formula with numbers; `added_us` is the time of sums."""
+    """Format `collective_us` as a formula with numbers; `added_us` is the time of summing `added_bytes`."""
     algorithm = chosen_algorithm(kind, size, group, library)
     speed = group.gb_per_s(pattern_of(kind, algorithm))
     text = format_price(kind, group.ranks, size, group.alpha_us, speed, group.message_us, algorithm)

@@ -1,8 +1,8 @@
 """Contention between compute and communication, fitted to steps that ran with and without a network.
 
-    factor           multiplies the transport's processor time: it competes with compute for caches and memory
-    link_factor      multiplies the time of collectives: they were measured singly, and run in a row in a step
-    overlap_speed    slows collectives while compute leaves no processor free: their threads wait for time slices
+    factor           multiplies the transport's processor time, because compute competes for caches and memory
+    link_factor      multiplies collectives' time, because a step runs several in a row, a measurement only one
+    overlap_speed    slows collectives while compute leaves no processor free, because threads wait for time slices
 
 `factor` is fitted to the slowdown of compute, the others to the length of the step, and `link_factor` also to the time
 of collectives without compute.
@@ -58,10 +58,10 @@ NOISE = 0.02
 """Relative error of a measured step (assumed: steps repeat to 2 to 4 %)."""
 
 USUAL = 0.5
-"""Standard deviation of each number's logarithm in its prior around 1 (assumed)."""
+"""Standard deviation of the logarithms of the three fitted numbers, in a prior around 1 (assumed)."""
 
 ROUNDS = 2
-"""Rounds of a fit: each fits `factor`, then the other two numbers."""
+"""Rounds of a fit. A round fits `factor`, then `link_factor` and `overlap_speed`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,9 @@ class FittedContention:
 
 
 def fit_contention(step: SeenStep, processors: Processors) -> FittedContention:
-    """Fit contention to a step: on grids, the most probable `factor`, then the most probable other two numbers.
+    """Fit contention to a step by grid search for the most probable numbers.
 
-    With a spare processor only `link_factor` is fitted.
+    First fit `factor`, then `link_factor` and `overlap_speed`. With a spare processor only `link_factor` is fitted.
     """
     wires_us = step_time_us(alone_on_wires(step.tasks))
     speeds = (1.0,) if processors.has_spare else SPEEDS

@@ -39,8 +39,8 @@ COPY_SHARE = 0.8
 """Fraction of PCIe bandwidth that copies from pinned memory reach (assumed)."""
 
 ERROR = 0.75
-"""Relative error of compute priced by a preset (measured on the example jobs on a CPU with its own peaks, 2026-11: 11
-to 75 % below the measured step; assumed no worse on a GPU).
+"""Relative error of compute priced by a preset. Example jobs, priced by their CPU's peaks, were predicted 11 to 75 %
+below the measured step (2026-11). A GPU is assumed to be no worse.
 """
 
 ERROR_OF_TOLD_STEP = 0.15
@@ -52,7 +52,7 @@ class Preset:
     name: str
     title: str
     tflops: Mapping[str, float]
-    """Peak of dense products by element type: f32 without tensor cores, tf32, bf16, f16, f8, f64."""
+    """Peak TFLOP/s of dense products by element type: f32 without tensor cores, tf32, bf16, f16, f8, f64."""
     gb_per_s: float
     host_gb_per_s: float
     """Peak bandwidth between host and device, one way."""

@@ -75,10 +75,10 @@ def fit(samples: Sequence[Sample], most_pieces: int = MOST_PIECES) -> Fit:
 
 
 def anchored(found: Fit, samples: Sequence[Sample]) -> Fit:
-    """Move a fit's end to the largest size's shortest time, so that the rate of long transfers continues beyond it.
+    """Make a fit end at the shortest time of the largest size, so that larger sizes get the rate of long transfers.
 
-    A fit weighs all sizes equally. Over 100 Mbit/s, fits were 2 % too low at 4 MiB, and 5 to 7 % at 24 MB (measured,
-    2026-11). A time far from the fit (`DISTURBED`, twice that if the size was repeated) is ignored.
+    A fit weighs all sizes equally. Over 100 Mbit/s, fits were 5 to 7 % too low at 24 MB (measured, 2026-11). The time
+    is ignored if it differs from the fit by `DISTURBED`, or by 2 * `DISTURBED` for a repeated size.
     """
     points, last = medians(samples), found.pieces[-1]
     largest = points[-1][0]
@@ -136,7 +136,7 @@ def _with(breaks: Breaks, new: _Break) -> Breaks:
 
 
 def _candidates(x: Vector) -> Iterator[_Break]:
-    """Yield bends at measured sizes, and bends and jumps at geometric means of neighbors."""
+    """Yield changes of slope at measured sizes, and changes of slope and jumps at geometric means of neighbors."""
     for k in range(len(x) - 1):
         if k:
             yield _Break(float(x[k]), jumps=False)
@@ -155,7 +155,7 @@ def _is_possible(x: Vector, breaks: Sequence[_Break]) -> bool:
 
 
 def _parameters(breaks: Sequence[_Break]) -> int:
-    """Count the fit's parameters: height and slope, and for each break its size, slope and jump."""
+    """Count the fit's parameters: height, slope, and each break's size, slope and jump."""
     return 2 + sum(3 if new.jumps else 2 for new in breaks)
 
 
@@ -196,7 +196,7 @@ def _solve(x: Vector, y: Vector, breaks: Sequence[_Break]) -> tuple[Vector, Vect
 
 
 def _huber_weights(errors: Vector) -> Vector:
-    """Return weights: usual / error for sizes of unusual error, otherwise 1."""
+    """Return each size's weight: usual / error for an error above the usual error, otherwise 1."""
     usual = max(_HUBER * float(np.median(errors)), FINEST)
     return np.minimum(1.0, usual / np.maximum(errors, 1e-12))
 

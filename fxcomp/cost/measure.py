@@ -33,11 +33,11 @@ REPEATS = 3
 LONG = 1 / 16
 """Samples longer than this fraction of the time budget are not repeated."""
 SLOWER = 1.1
-"""Maximum time per byte of a longer transfer, relative to a shorter transfer (assumed)."""
+"""Assumed ratio of times per byte, longer to shorter transfer, to estimate the time of the longer transfer."""
 RANKS = 2  # for binding a compressor
 MANY = 8
-"""Decoding is timed with 1 and 8 payloads; times are linear in payloads. From 1 and 4, which fit a cache, predictions
-for 16 would be 34 % too low (int8, measured, 2026-11).
+"""Decoding is timed with 1 and 8 payloads, because times are linear in payloads. With 1 and 4 payloads, which fit a
+cache, predictions for 16 payloads would be 34 % too low (int8, measured, 2026-11).
 """
 
 
@@ -59,7 +59,7 @@ def measure_collectives(
     Round 1 times sizes that grow by `GROWTH`, round 2 sizes in between, round 3 all again. The number of samples
     depends only on the times that `time_collective` returns, which are equal on all ranks; with local clocks ranks
     could start different collectives and deadlock. Time that a collective does not use is left to later collectives.
-    If `library` is given, an all_to_all is skipped for two ranks, and if its all_gather uses the same algorithm.
+    If `library` is given, an all_to_all is skipped among two ranks, or if the all_gather uses the same algorithm.
     """
     pairs = [
         (kind, level)
@@ -114,9 +114,9 @@ def _sample(
 ) -> tuple[list[tuple[int, float]], float]:
     """Time every size of every round within the budget; return the samples and the seconds spent.
 
-    The expected time of a size is its shortest time so far, or else the time of the next smaller size, scaled. If the
-    largest sizes were not timed, the remaining budget pays for one more sample, because long transfers have another
-    rate: of at least twice the largest size so far, or else of that size again.
+    The expected time of a size is its shortest time so far. For a new size it is the time of the next smaller size,
+    scaled. If the largest sizes were not timed, the remaining budget pays for one more sample, because long transfers
+    have another rate. Its size is at least twice the largest size so far, or else the largest size so far again.
     """
     spent = timed(SMALLEST_BYTES)  # opens connections; not a sample
     samples: list[tuple[int, float]] = []
@@ -163,10 +163,10 @@ def measure_compressors(
     """Time proposing, encoding and decoding at growing sizes. Return costs by the keys of a cost table.
 
     Calls run as in a step: the bucket has just been filled, and other data is in the caches. bf16 of 65,536 values
-    takes 0.02 ms if repeated, 0.14 ms under these conditions, and 0.1 to 0.2 ms in a step (measured, 2026-11). `device`
-    is the name in the key, `on` the tensors' device (default CPU, with the number of torch's threads in the key). Two
-    sizes are always timed, larger ones if expected to take at most `each_s` seconds. Compressors that use shapes get a
-    nearly square matrix.
+    takes 0.14 ms as in a step, 0.02 ms if only repeated (measured, 2026-11). `device` is the name in the key, `on` the
+    tensors' device (default CPU, with the number of torch's threads in the key). The two smallest sizes are always
+    timed, larger sizes if expected to take at most `each_s` seconds. Compressors that use shapes get a nearly square
+    matrix.
     """
     on = on or torch.device("cpu")
     values = torch.zeros(4, max(sizes), device=on)
@@ -251,7 +251,7 @@ def measure_memory(on: torch.device | None = None) -> tuple[float, Roofline]:
 
 
 def _gflops(dtype: torch.dtype, on: torch.device) -> float:
-    """Measure a product of square matrices that use the whole device."""
+    """Measure the GFLOP/s of a product of square matrices, large enough to use the whole device."""
     side = 512 if on.type == "cpu" else 4096
     square = torch.ones(side, side, device=on, dtype=dtype)
     product = torch.zeros_like(square)

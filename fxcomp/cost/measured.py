@@ -25,7 +25,7 @@ def compressor_key(compressor: str, device: str, threads: int | None) -> str:
 
 @cache
 def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
-    """Parse a key as compressor, device and threads. Raise ValueError."""
+    """Parse a key as compressor, device and threads. Raise ValueError for another format."""
     match = re.fullmatch(r"(.+)@(\w+)(?:\*(\d+))?", key)
     if match is None:
         raise ValueError(f"{key!r} is not a compressor on a device, like int8@cpu*2")
@@ -33,7 +33,7 @@ def parse_compressor_key(key: str) -> tuple[str, str, int | None]:
 
 
 def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads: int | None) -> str | None:
-    """Return a compressor's key for this number of threads, or else without threads; any key if `threads` is None."""
+    """Return a compressor's key for `threads`, else the key without threads. None matches any number of threads."""
     text = _text(compressor)
     for budget in (threads, None):
         key = compressor_key(text, place, budget)
@@ -48,7 +48,7 @@ def exact_key(keys: Collection[str], compressor: Compressor, place: str, threads
 def nearest_key(
     keys: Collection[str], compressor: Compressor, places: Sequence[str], threads: int | None
 ) -> str | None:
-    """Return `exact_key` on the first possible device of `places`, or else a key with other parameters or threads."""
+    """Return the first `exact_key` of devices `places`. Without an exact key, accept other parameters and threads."""
     if not keys:
         return None
     for place in places:
@@ -78,7 +78,7 @@ def _text(compressor: Compressor) -> str:
 
 
 FASTEST_GB_PER_S, SLOWEST_GB_PER_S = 1e3, 1e-15
-"""Bounds of a bandwidth computed from a fit: the upper one if the fitted time does not depend on the size."""
+"""Bounds of a bandwidth computed from a fit. If the fitted time is constant, the bandwidth is the upper bound."""
 
 
 # Collectives
@@ -102,7 +102,7 @@ class MeasuredCollective:
         spread: float = 0.0,
         source: str = "measured",
     ) -> MeasuredCollective:
-        """Compute times by formula from α and one rank's bandwidth."""
+        """Return a measurement whose times follow the formula, with α and one rank's bandwidth."""
         us_per_byte = formulas.wire_bytes(kind, ranks, 1.0) / (1e3 * gb_per_s)
         return cls(ranks, Fit.line(formulas.steps(kind, ranks) * alpha_us, us_per_byte, spread), source)
 
@@ -127,8 +127,9 @@ class MeasuredCollective:
         return self.fit.at(size)
 
     def us_of_another(self, size: float, like: formulas.Likeness) -> float:
-        """Return the time of another collective over `size` bytes: bytes at the measured rate, steps at the measured
-        latency.
+        """Return the time of another collective over `size` bytes.
+
+        Converted bytes take the measured rate; further steps take the measured latency.
         """
         alpha_us = self.fit.pieces[0].at_zero_us / max(1.0, like.known_steps)
         return max(0.0, self.fit.at(size * like.bytes_per_byte) + like.more_steps * alpha_us)
@@ -139,7 +140,7 @@ class MeasuredCollective:
         return replace(self, fit=fit, source=f"{self.source}, times {factor:.3g} as in the job's first steps")
 
     def describe(self, kind: CollectiveKind) -> str:
-        """Format α per step, bandwidths with half 95 % intervals, and the fit's error."""
+        """Format α per step, bandwidths with half-widths of 95 % intervals, and the fit's error."""
         alpha, *speeds = self.parts(kind)
         texts = [f"{alpha} us a step, {speeds[0]} a rank"]
         texts += [

@@ -17,7 +17,7 @@ SIZES = tuple(1 << k for k in range(10, 27, 2))
 """Sizes at which collectives are compared: 1 KiB to 64 MiB."""
 
 CONFLICT = 0.25
-"""Two measurements conflict if their relative difference exceeds this and their errors (assumed)."""
+"""Two measurements conflict if their relative difference exceeds this value and the expected difference (assumed)."""
 
 
 # Conflicts
@@ -117,7 +117,7 @@ def merge(first: CostTable, second: CostTable) -> Merged:
 
     A measured entry wins over an assumed one, then the newer table wins, then `second`. A number that differs from the
     default wins over the default. Roofline entries are not mixed. Entries of `_SHARING` come from one table: the
-    winner, unless its own are all defaults. Raises BadOption for different machines.
+    winner, or the other table if they are all defaults in the winner. Raises BadOption for different machines.
     """
     default = CostTable()
     known = list(dict.fromkeys(t.hardware for t in (first, second) if t.hardware != default.hardware))

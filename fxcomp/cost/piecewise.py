@@ -17,7 +17,7 @@ from typing import Any
 from fxcomp.cost.reading import FLAG, MOST, listed, null_or, number, record, whole, wrong
 
 SMALLEST = 64.0
-"""Prices up to this size are assumed linear."""
+"""Prices up to this size (bytes or elements) are assumed linear."""
 
 TOLERANCE = 1e-4
 """Maximum relative error in the middle of a line."""
@@ -79,7 +79,7 @@ Sample = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Line `at_zero_us + us_per_unit * size` from `start` on. Errors are half 95 % intervals."""
+    """Line `at_zero_us + us_per_unit * size` from `start` on. Errors are half-widths of 95 % intervals."""
 
     start: float
     at_zero_us: float
@@ -134,7 +134,7 @@ class Fit:
 
     @classmethod
     def from_json(cls, data: Any, place: str = "the fit") -> Fit:
-        """Raise BadOption for wrong data, and for times that fall with size."""
+        """Return the fit in `data`. Raise BadOption for wrong data, and for times that fall with size."""
         fit = _FIT(data, place)
         _check_rises(fit, place)
         return fit
@@ -166,7 +166,7 @@ _FIT = record(
 )
 
 _ROUNDING = 1e-6
-"""Relative tolerance for a piece that starts below the previous piece's end; its square applies to `at_zero_us`."""
+"""Relative rounding error by which a piece may start below the previous piece's end."""
 
 
 def _check_rises(fit: Fit, place: str) -> None:
@@ -191,8 +191,8 @@ def _check_rises(fit: Fit, place: str) -> None:
 def interpolate(points: Sequence[Sample], size: float) -> float:
     """Interpolate linearly between points sorted by size, without a fit.
 
-    The result is constant below the first point. Beyond the last it follows their chord, or is proportional to size
-    with one point. Times below an earlier point's are raised to it.
+    Below the first point, the result is constant. Beyond the last point, the chord from first to last point continues;
+    a single point's time grows in proportion to size. A time below an earlier time is replaced by the earlier time.
     """
     rising = list(accumulate((us for _, us in points), max))
     first, last = points[0][0], points[-1][0]

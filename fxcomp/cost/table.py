@@ -47,7 +47,7 @@ class CostTable:
     - `compute`: times by operator and shapes: `aten.mm f32[512,384] f32[384,384]`.
     - `roofline`: price of other operators.
     - `collectives`: times by topology: `all_reduce@4x1`; used instead of the cluster's links.
-    - `compressors`: times by text, device and threads: `int8@cpu*2`.
+    - `compressors`: times by compressor, device and threads: `int8@cpu*2`.
     - `threads`: CPU threads that compressors may use.
     - `pack_gb_per_s`: rate of filling buckets.
     - `launch_us`: time to start a collective.
@@ -56,8 +56,8 @@ class CostTable:
     - `processors`: processors of a rank.
     - `contention`: factor of `transport`, fitted to the job's steps.
     - `overlap_speed`: relative speed of a collective during compute, also fitted.
-    - `feed_us`: time of a step outside its nodes.
-    - `host_us`: the same on an asynchronous device, which hides it.
+    - `feed_us`: host time of a step outside its nodes, which delays compute; 0 on an asynchronous device.
+    - `host_us`: host time of a whole step on an asynchronous device, which computes meanwhile; otherwise 0.
     - `error`: relative error of a prediction.
     - `compute_error`: relative error added for estimated compute.
     - `estimate`: source of estimates.
@@ -90,7 +90,7 @@ class CostTable:
     __post_init__ = check_numbers
 
     def shown(self, text: str) -> str:
-        """Format a strategy or a compressor's key with this machine's devices."""
+        """Format a strategy or a compressor's key. Without a GPU, device names become `main` and `pool`."""
         return text if self.copy_gb_per_s is not None else without_gpu(text)
 
     # Estimates
@@ -145,7 +145,7 @@ class CostTable:
 
     @property
     def offloads(self) -> bool:
-        """True if the CPU pool may compress: a processor is free, and times were measured."""
+        """True if the CPU pool may compress: a processor is free, and CPU times are known."""
         is_known = self.copy_gb_per_s is None or any(key.endswith(f"@{Device.CPU.value}") for key in self.compressors)
         return is_known and self.processors.has_spare
 
@@ -238,7 +238,7 @@ class CostTable:
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
-        """Read the table at `path`. Raise BadOption."""
+        """Read the table at `path`. Raise BadOption if the file is missing or wrong."""
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
         except BadOption as error:
@@ -251,7 +251,7 @@ class CostTable:
     def measured(
         self, kind: CollectiveKind, level: Level, cluster: Cluster
     ) -> tuple[CollectiveKind, MeasuredCollective] | None:
-        """Return the measurement of a collective, or else of another collective, at the same topology."""
+        """Return `kind` and its measurement, or else the first measured stand-in and the stand-in's measurement."""
         if not self.collectives:
             return None
         group = cluster.topology_at(level)
@@ -265,7 +265,7 @@ class CostTable:
         return None
 
     def _compressor(self, compressor: Compressor, device: Device) -> tuple[str, CompressorCost] | tuple[str, None]:
-        """Return key and cost of the nearest measured compressor. On a host, keys of any device match."""
+        """Return the key that `nearest_key` finds, and its cost. Without a GPU, keys of any device match."""
         places = [device.value] if self.copy_gb_per_s is not None else [device.value, "gpu", "cpu"]
         key = nearest_key(self.compressors, compressor, places, self.threads)
         return (key, self.compressors[key]) if key else ("", None)
@@ -296,7 +296,7 @@ def collective_formula(costs: CostTable, kind: CollectiveKind, level: Level, siz
 
 
 def link_of(costs: CostTable, *, between_hosts: bool) -> Link | None:
-    """Return the link of a measured all_reduce between hosts (one rank of each) or inside one; None if not measured."""
+    """Return the link of a measured all_reduce, among one rank per host or inside a host; None if not measured."""
     shape = r"\d+x1(?:\*(\d+))?" if between_hosts else r"1x\d+()"
     for (kind, topology), measured in costs.collectives.items():
         match = re.fullmatch(shape, topology)

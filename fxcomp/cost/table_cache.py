@@ -27,7 +27,7 @@ def load_table(path: str | Path) -> CostTable | None:
 
 
 def cached_table(hardware: str, versions: str, complete: Callable[[CostTable | None], CostTable]) -> CostTable:
-    """Return this machine's cached table, completed by `complete` and saved if that changed it."""
+    """Return this machine's cached table after `complete`. If `complete` returns a new table, save that table."""
     path = cache_path(hardware, versions)
     known = load_table(path)
     table = complete(known)

@@ -174,7 +174,6 @@ class _State:
         self.clock = 0.0
 
     def start_what_may(self) -> None:
-        """Start every possible task; tasks without duration end at once."""
         moved = True
         while moved:
             moved = False
@@ -203,10 +202,11 @@ LEAST = 1e-9
 
 
 def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> list[float]:
-    """Return each task's speed: its limit if there are enough processors, otherwise a fair share.
+    """Return each task's speed.
 
-    Shares are weighted by requested processors, at least 1. A task that requests less than its share gets its request;
-    the others share the rest.
+    A task requests demand * limit processors. If `count` processors satisfy all requests, the speed is the limit.
+    Otherwise it is the granted processors / the demand: processors are shared in proportion to max(1, demand), and
+    what a task does not request is left to the others.
     """
     rates, asked, left, weight = list(limits), 0.0, count, 0.0
     weights = [max(1.0, demand) for demand in demands]
@@ -242,7 +242,8 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
 def exposed_by_task(timeline: Timeline) -> dict[str, float]:
     """Return the µs that compute waits for each task; they sum to the timeline's exposed time.
 
-    A wait is attributed to the awaited task that ends last; time before this task started, to the task that delayed it.
+    A wait is attributed to the awaited task that ends last. Time before this task's start is attributed to the task
+    that delayed the start.
     """
     before, last = _queues(timeline)
     spans = {span.task.name: span for span in timeline.spans}

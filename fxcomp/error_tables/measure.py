@@ -9,8 +9,9 @@ these numbers, so every rank has the same rows.
     error = sum over ranks of |v - decoded|² / sum over ranks of |v|²       top-k and codecs
     error = |V - best matrix of rank r|² / |V|²,  V = sum over ranks of v   low rank
 
-A rank omits a gradient that is not finite there. Memory: a copy of the largest gradient with its
-residual (two copies for top-k), 128 kB of sampled values per gradient, and sketches of 32 rows and columns per matrix.
+A rank with a gradient or residual that is not finite adds zeros for this gradient. Memory: a copy of the largest
+gradient with its residual (two copies for top-k), 128 kB of sampled values per gradient, and sketches of 32 rows and
+columns per matrix.
 """
 
 from __future__ import annotations

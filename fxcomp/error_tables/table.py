@@ -10,8 +10,8 @@
     LOW_RANK    matrix ranks                   powersgd
     CODECS      compressors that round         the same compressor
 
-Each measurement covers one family (`measure.py`). `averaged` averages a family's measurements, `joined` makes a table
-of all families. Without a row, `samples` or a column, the error on Gaussian values is assumed.
+Each measurement covers one family (`measure.py`); `joined` makes a table of all families. If a gradient has no row or
+no samples, the error on Gaussian values is assumed.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ LOW_RANK = tuple(map(PowerSGD, (1, 2, 4, 8, 16)))
 CODECS = tuple(map(parse_compressor, ("bf16", "fp16", "int8", "int4", "int2", "sign")))
 FAMILIES: tuple[Sequence[Compressor], ...] = (LARGEST, LOW_RANK, CODECS)
 COLUMNS: tuple[Compressor, ...] = (*LARGEST, *LOW_RANK, *CODECS)
-"""Compressors of a row's errors, in order."""
+"""Compressor of each column of the table, in column order."""
 
 _COLUMN_OF = {compressor: number for number, compressor in enumerate(COLUMNS)}
 _RANKS_FROM, _CODECS_FROM = len(LARGEST), len(LARGEST) + len(LOW_RANK)
 
 WEIGHT = 0.25
-"""Weight of the newest measurement in an exponential average. The average covers about 7 measurements (2 / WEIGHT - 1),
-which reduces the standard deviation to 0.38, and follows a sudden change to 90 % after 8 (0.75^8 = 0.1). The first
-measurements have equal weights.
+"""Weight of the newest measurement in an exponential average. The average has 0.38 times the standard deviation of one
+measurement, and reaches 90 % of a sudden change after 8 measurements (0.75^8 = 0.1).
 """
 
 VERSION = 2
@@ -60,7 +59,7 @@ class ErrorRow:
     shape: tuple[int, ...]
     squares: float
     errors: tuple[float, ...]
-    """Error per column of the table or of one family; empty without samples."""
+    """Error per column; before `joined`, per column of one family. Empty without samples."""
     samples: int
     """Number of measurements averaged."""
 
@@ -81,8 +80,8 @@ class ErrorTable:
     def errors_of(self, gradients: Sequence[str], compressor: Compressor, ranks: int = 1) -> list[float]:
         """Return a compressor's error on each gradient: measured, or assumed for Gaussian values.
 
-        Top-k and low-rank compressors keep the largest (singular) values, so the error is convex in their number, and
-        linear interpolation never understates it.
+        Top-k and low-rank compressors keep the largest (singular) values, so the error is convex in the number of kept
+        values, and linear interpolation never understates the error.
         """
         assumed, found = gaussian_error(compressor, ranks), list[float]()
         column, is_low_rank = _column_of(compressor), isinstance(compressor, PowerSGD)
@@ -99,13 +98,13 @@ class ErrorTable:
         return self.errors_of([gradient], compressor, ranks)[0]
 
     def squares_of(self, gradient: str, elements: int) -> float:
-        """Return |g|² of a gradient; without a row, `elements` times the mean square."""
+        """Return |g|² of a gradient; if the table has no row for it, `elements` times the mean square."""
         row = self.rows.get(gradient)
         return row.squares if row is not None else elements * self.mean_square
 
     @property
     def mean_square(self) -> float:
-        """Mean of g² over all elements in the table; 1 if empty or zero."""
+        """Mean of g² over all elements in the table; 1 if the table is empty or all gradients are zero."""
         elements = sum(row.size for row in self.rows.values())
         squares = sum(row.squares for row in self.rows.values())
         return squares / elements if squares > 0 else 1.0
@@ -147,7 +146,7 @@ ASSUMED = ErrorTable()
 
 @lru_cache(maxsize=4096)
 def sends_whole(compressor: PowerSGD, shape: tuple[int, ...]) -> bool:
-    """Return True for a vector, or a matrix too small for two factors, which are sent dense."""
+    """Return True if PowerSGD sends a parameter dense: a vector, or a matrix too small for two factors."""
     return compressor.bound_to([shape], 1).columns == (0,)
 
 
@@ -158,7 +157,7 @@ def _column_of(compressor: Compressor) -> int | None:
 
 
 def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
-    """Interpolate between two columns; constant beyond the last matrix rank."""
+    """Interpolate the error between columns. Return `assumed` for compressors that round."""
     if isinstance(compressor, PowerSGD):
         kept, at = [0, *(each.rank for each in LOW_RANK)], compressor.rank
         errors = [1.0, *row.errors[_RANKS_FROM:_CODECS_FROM]]
@@ -171,12 +170,12 @@ def _between(row: ErrorRow, compressor: Compressor, assumed: float) -> float:
 
 
 def averaged(before: Rows, look: Rows) -> Rows:
-    """Add a family's measurement `look` to the average `before` of `looks` earlier ones.
+    """Add a family's measurement `look` to `before`, the average of `looks` earlier measurements.
 
         new = old + a (look - old)        a = max(1 / (looks + 1), WEIGHT)
 
-    for each error, and for each gradient's share of the total squares. Without shares, one step with large gradients
-    would dominate dozens of measurements.
+    The formula applies to each error, and to each gradient's squares / total squares. With absolute squares, one step
+    with large gradients would dominate dozens of measurements.
     """
     looks = max((row.samples for row in before.values()), default=0)
     total = sum(row.squares for row in look.values()) or 1.0
@@ -221,7 +220,7 @@ def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
 
 
 def _legal(rows: Rows) -> Rows:
-    """Treat invalid numbers as not measured; make errors fall as more values or ranks are kept."""
+    """Treat invalid numbers as not measured; make errors fall as more values or matrix ranks are kept."""
     sizes = {name: row for name, row in rows.items() if row.squares == 0 or _is_size(row.squares)}
     return {name: _repaired(row if row.size else replace(row, squares=0.0, samples=0)) for name, row in sizes.items()}
 

@@ -132,9 +132,9 @@ class ReplicaAverage(PlannedAverage):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Keep gradients local to the replica inside the context. The next pass outside averages the sums.
+        """Accumulate gradients inside the context, without averaging. The next pass outside averages the sums.
 
-        Unlike with `model.set_requires_gradient_sync(False)`, the sums are shards, which need no extra memory.
+        The sums are shards, smaller than the whole gradients that `set_requires_gradient_sync(False)` accumulates.
         """
         before, self._feed.is_off = self._feed.is_off, True
         try:
@@ -147,7 +147,7 @@ class ReplicaAverage(PlannedAverage):
         return {**super().state_dict(), SHARD: list(self._place)}
 
     def load_state_dict(self, state: Given) -> None:
-        """Restore a `state` of the same shard. Every rank calls it."""
+        """Restore a `state` of the same shard. Must run on every rank."""
         with self._ranks.together("comparing shards", after_a_stop=True):
             states = self._ranks.attempt("comparing shards", lambda: self._of_this_shard(state))
         super().load_state_dict(states)

@@ -23,7 +23,7 @@ class Options:
     model: nn.Module | None = None
     ignore: tuple[str, ...] = ()
     inductor: bool | None = None
-    """None to use Inductor if a tensor is on one of INDUCTOR_DEVICES."""
+    """True to use Inductor; None to use Inductor if an input is on one of INDUCTOR_DEVICES."""
 
     def uses_inductor(self, inputs: Sequence[Any]) -> bool:
         if self.inductor is not None:
@@ -100,7 +100,7 @@ def _check_ignored(model: nn.Module, ignore: Sequence[str]) -> None:
 
 
 def check_pins(chosen: Options, found: FoundParameters) -> None:
-    """Raise BadOption for patterns that match nothing in the model, or in the graph if the model is unknown."""
+    """Raise BadOption if a pin matches no parameter of the model, or of the graph if no model was given."""
     if chosen.model is not None:
         chosen.step.compress.pinned.check_model(chosen.model)
     else:

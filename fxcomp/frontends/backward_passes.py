@@ -42,10 +42,10 @@ from fxcomp.step.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 DENSE_PASSES = 6
-"""Number of passes before planning. DDP rebuilds its buckets in the first passes; the plan uses the last `TIMED`."""
+"""Number of passes before planning. The plan ignores the first passes, in which DDP rebuilds its buckets."""
 
 TIMED = 3
-"""Number of passes whose ready times the plan uses."""
+"""Number of last dense passes whose ready times the plan uses."""
 
 _NO_SCALER = (
     "fxcomp: a GradScaler scales losses in this process, and was not passed: when its scale changes,"
@@ -54,7 +54,7 @@ _NO_SCALER = (
 
 
 class ReadyTimes:
-    """Compute time before each bucket: from the end of the hook's call for the previous bucket to the next call."""
+    """Compute time before each bucket: from the hook's return for the previous bucket to its call for this bucket."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
@@ -74,7 +74,7 @@ class ReadyTimes:
         self._pass = []
 
     def medians_us(self, layout: Layout, device: torch.device) -> list[float]:
-        """Return the median time before each bucket, in us; zeros for an unknown layout. Synchronizes the device."""
+        """Return the median time before each bucket, in us; zeros for an untimed layout. Synchronizes the device."""
         compat.synchronize(device)
         passes = [looks for known, looks in self._passes if known == layout]
         if not passes:
@@ -148,7 +148,7 @@ class BackwardPasses(ABC):
 
     @abstractmethod
     def _choose(self, start: Start, graph: GraphModule, layout: Layout) -> Decision:
-        """Choose a plan. Every rank calls it."""
+        """Choose a plan. Must run on every rank."""
 
     @abstractmethod
     def _prepare(self, followed: Followed, layout: Layout) -> None:
@@ -169,7 +169,7 @@ class BackwardPasses(ABC):
     # A pass
 
     def enter(self) -> None:
-        """Begin a pass. Raises RanksApart if ranks stopped inside or at different passes."""
+        """Begin a pass. Raises RanksApart if a rank was stopped inside a pass, or ranks at different passes."""
         self.executor.enter(self.passes)
         self.executor.has_begun = True
 
@@ -196,7 +196,7 @@ class BackwardPasses(ABC):
         return counted
 
     def end_pass(self, layout: Layout) -> None:
-        """Count a pass, and advance the race or choose a plan. Every rank calls it."""
+        """Count a pass, and advance the race or choose a plan. Must run on every rank."""
         self.passes += 1
         self.schedule.between(self.passes)
         if not self.is_planned and self.passes >= DENSE_PASSES:
@@ -236,7 +236,10 @@ class BackwardPasses(ABC):
         log.info("%s\n%s", self.site.cluster, self.follower.decision.plan)
 
     def _decision(self, layout: Layout) -> Decision:
-        """Choose a plan from the ready times. Groups that share links choose one plan if their buckets are equal."""
+        """Choose a plan from the ready times.
+
+        Process groups that average different shards over the same links choose one plan if their buckets are equal.
+        """
         start, ranks, beside = self.start, self.site.ranks, self.site.beside
         buckets = {f"bucket {k}": bucket.facts for k, bucket in enumerate(layout)}
         ranks.check_same("comparing buckets", buckets)
@@ -252,7 +255,7 @@ class BackwardPasses(ABC):
             return self._choose(start, arriving(layout, agreed, self.site.device), layout)
 
     def _line_up(self, layout: Layout) -> None:
-        """Start a race if other plans may be faster. Every rank calls it."""
+        """Start a race if other plans may be faster. Must run on every rank."""
         follower = self.planned
         choice = follower.decision.choice
         runners = lined_up(choice.runners, follower.decision.plan) if choice is not None else ()

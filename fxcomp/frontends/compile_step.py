@@ -76,11 +76,10 @@ def compile_step(
     finite, all ranks skip the step and keep their residuals. The loop calls `scaler.update()`, but not `scale`,
     `unscale_` and `step`.
 
-    `skip_nonfinite` skips a step on all ranks if any gradient is not finite: parameters and optimizer state do not
-    change, residuals change by at most one rounding, and updates wait for the last bucket. With
-    `find_unused_parameters`, the loss may leave out parameters, different ones on each rank. A parameter that no rank
-    uses keeps its value, optimizer state and residual. `checks` selects checks of results, plans and costs in the
-    running step.
+    `skip_nonfinite` skips a step on all ranks if any gradient is not finite. Parameters and optimizer state do not
+    change; residuals are restored with at most one rounding error. Therefore updates wait for the last bucket. With
+    `find_unused_parameters`, the loss may leave out parameters, which may differ by rank. A parameter that no rank uses
+    keeps its value, optimizer state and residual. `checks` selects checks of results, plans and costs.
 
     Raises subclasses of FxcompError. A failure on one rank raises on all ranks.
     """

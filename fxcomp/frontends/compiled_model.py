@@ -50,7 +50,7 @@ GivenOptions = Mapping[str, Any] | None
 
 
 def without_model(given: GivenOptions) -> GivenOptions:
-    """Return the options without the model, so that they do not keep it alive."""
+    """Return the options without the model, because stored options would keep the model alive."""
     return {name: value for name, value in (given or {}).items() if name != "model"}
 
 
@@ -66,7 +66,7 @@ class CompiledModel:
     """Location of Dynamo's graph break, if any."""
     model: weakref.ref[nn.Module] | None
     given: GivenOptions
-    """Options without the model. If no model was given, the identity of this dict distinguishes torch.compile calls."""
+    """Options without the model. If no model was given, the caller's dict, which identifies the torch.compile call."""
     watch: GradientWatch
     frozen: frozenset[str]
     """Parameters that required no gradient at compilation."""
@@ -106,7 +106,7 @@ class CompiledModel:
         return any(parameter() is not None for parameter in self.parameters.values())
 
     def fail(self, error: BaseException) -> None:
-        """Stop outside a backward pass, and report the error to the other ranks."""
+        """Stop after an error outside a backward pass, and report the error to the other ranks."""
         self.executor.fail(self.passes, error, self.runtime)
 
     @property
@@ -150,7 +150,7 @@ class CompiledModel:
         return self.follower.state_dict(self.follower.now, self.plan, self.passes)
 
     def load_state_dict(self, state: Given) -> None:
-        """Restore a result of `state_dict`. Every rank calls it."""
+        """Restore a result of `state_dict`. Must run on every rank."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             self.follower.load(state)
@@ -195,7 +195,7 @@ class CompiledModel:
         return together
 
     def keeping(self, own: compat.Backward) -> compat.Backward:
-        """Return the local backward function, and mark its gradients as not averaged."""
+        """Return `own`, the backward function without averaging, and mark this pass's gradients as not averaged."""
         for arrivals in self._arrivals.values():
             arrivals.note_local(compat.backward_call())
         self._is_owed = True
@@ -218,7 +218,7 @@ class CompiledModel:
             parameter.grad = None
 
     def _note_averaged(self) -> None:
-        """Mark the pass's gradients as averaged; schedule their comparison in sampled passes."""
+        """Mark the pass's gradients as averaged. In sampled passes, schedule a comparison between ranks."""
         is_sampled = self.passes < COMPARED_PASSES or self.passes in _SAMPLED_PASSES
         call = compat.backward_call()
         for arrivals in self._arrivals.values():
@@ -227,9 +227,9 @@ class CompiledModel:
             compat.at_end_of_backward(self._compare)
 
     def _compare(self) -> None:
-        """Raise on every rank if arrived gradients or their parameters differ between ranks.
+        """Raise on every rank if gradients that reached `.grad`, or parameters, differ between ranks.
 
-        A use of a parameter outside the compiled call, like a weight penalty, adds to its averaged gradient. The added
+        A use of a parameter outside the compiled call, like a weight penalty, adds to the averaged gradient. The added
         values must be equal on all ranks.
         """
         try:
@@ -239,7 +239,7 @@ class CompiledModel:
             raise
 
     def _digests(self) -> tuple[list[str], Tensor]:
-        """Return names and int64 digests of arrived gradients (0 for none) and of parameters."""
+        """Return names and int64 digests of gradients and parameters; the digest of a missing gradient is 0."""
         nothing = torch.zeros((), dtype=torch.int64, device=self.site.device)
         arrived = [nothing if each.digest is None else each.digest for each in self._arrivals.values()]
         names = [f"gradient of {name!r}" for name in self._arrivals]

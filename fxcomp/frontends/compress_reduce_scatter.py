@@ -66,7 +66,7 @@ def compress_reduce_scatter(
 
 
 def _check_plan(given: GivenPlan | None, modules: Sequence[ScatteredModule]) -> None:
-    """Raise if a plan does not fit. Skip a path, because other machines than rank 0's may lack the file."""
+    """Raise if a plan does not fit. A plan's path is not checked, because only rank 0 must have the file."""
     if given is not None and (isinstance(given, Plan) or not is_path(given)):
         told_plan(given if isinstance(given, Plan) else str(given), modules)
 
@@ -74,6 +74,6 @@ def _check_plan(given: GivenPlan | None, modules: Sequence[ScatteredModule]) -> 
 class ShardScatter(PlannedAverage):
     """Result of `compress_reduce_scatter`: a plan with one bucket per module, and its state.
 
-    Loading a state restores its plan, unless the options name a plan. The next pass sends loaded residuals of dense
-    modules.
+    Loading a state restores its plan, unless the options name a plan. The next pass adds loaded residuals of
+    uncompressed modules to the modules' gradients.
     """

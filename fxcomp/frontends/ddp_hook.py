@@ -88,9 +88,9 @@ class DdpHook(PlannedAverage):
         )
 
     def begin_again(self, state: Given) -> None:
-        """Meet the ranks again in the next backward pass and continue from a `state`. Every rank calls it.
+        """Meet the ranks again in the next backward pass and continue from a `state`. Must run on every rank.
 
-        Use it to train a wrapper again, because DistributedDataParallel accepts only one hook. Raises BadState.
+        Use this method to train a wrapper again: DistributedDataParallel accepts only one hook. Raises BadState.
         """
         self.close()
         self._job = self._take = None

@@ -37,7 +37,7 @@ class GradientWatch:
         self._is_told = False
 
     def lay(self, parameters: Mapping[str, nn.Parameter], ignore: Collection[str] = ()) -> None:
-        """Watch parameters. Their names appear in errors, and replace earlier names."""
+        """Watch parameters. Errors show a parameter's latest name."""
         for name, parameter in parameters.items():
             if name not in ignore and (parameter.is_floating_point() or parameter.is_complex()):
                 arrivals = Arrivals.of(parameter)

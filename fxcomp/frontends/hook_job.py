@@ -6,8 +6,7 @@
 DDP rebuilds its buckets after its first passes, so a plan's state is keyed by parameter name. If a pass's buckets are
 not known in advance, they are collected, and the step runs after the last bucket.
 
-The emitted step runs inside the hook, in the backward thread, and ends with the last bucket. Therefore exceptions
-propagate unchanged from `backward()`.
+The emitted step runs inside the hook, in the backward thread, so exceptions propagate unchanged from `backward()`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,9 @@ from fxcomp.step.unused import ZeroGradients
 Future = torch.futures.Future[Tensor]
 
 REBUILT = 3
-"""Passes until DDP's buckets are final. DDP rebuilds them after pass 1 (2 with static_graph; measured, torch 2.13)."""
+"""Number of first passes whose buckets may change. DDP rebuilds its buckets after the first pass, with static_graph
+after the second (measured, torch 2.13).
+"""
 
 
 def delivered(buffer: Tensor) -> Future:
@@ -209,7 +210,7 @@ class HookJob(BackwardPasses):
         self.end_pass(self._layout)
 
     def _end_step(self) -> None:
-        """End the step, and record its time unless its buckets were collected first."""
+        """End the step. Record the step's time, unless the step ran after all buckets had been collected."""
         if self._gathers:
             self._run_gathered(self._layout)
         self.executor.end(self.planned.state, self.runtime)

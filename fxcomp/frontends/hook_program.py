@@ -1,4 +1,4 @@
-"""Emit a plan for the buckets of DistributedDataParallel: the compiled step's passes, run over a small graph.
+"""Emit a plan for the buckets of DistributedDataParallel: the compiler passes of a step over a small graph.
 
     %arrive_0   arrive    arrive(0, 1800.0)        bucket 0, after 1.8 ms of compute
     %fc_bias    gradient  %arrive_0[1]
@@ -171,7 +171,7 @@ class HookProgram:
     timeline: Timeline
     runs: tuple[Run, ...]
     lent: tuple[tuple[str, Run], ...]
-    """Names of emitted lines that write an average directly into a DDP buffer, with the range."""
+    """Emitted lines that write an average directly into a DDP buffer: (name, range in the buffer)."""
     residuals: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, int], ...]
     first: int = 0
@@ -225,8 +225,8 @@ def _only(runs: Sequence[Run], number: int, bucket: Bucket) -> Run | None:
 def _return_means(gm: GraphModule, places: Sequence[Run | None]) -> tuple[tuple[str, Run], ...]:
     """Make the graph return each bucket's flat average, also in a skipped step.
 
-    A bucket that is contiguous in a DDP buffer is sent from that buffer. Return the lines that may write the average
-    into the buffer, because nothing reads the bucket afterwards.
+    A bucket that is contiguous in a DDP buffer is sent from that buffer. Return the decompress lines that may write the
+    average into the buffer: no roll back reads the bucket afterwards.
     """
     means: dict[int, Node] = {}
     for node in gm.graph.nodes:

@@ -40,7 +40,7 @@ class Job:
 
     @property
     def bare(self) -> Job:
-        """Job whose model is unwrapped, while its `loss_fn` calls the wrapped model."""
+        """Copy of this job with an unwrapped `model`. The copy's `loss_fn` still calls the wrapped model."""
 
         def loss_fn(_: nn.Module, batch: Any) -> torch.Tensor:
             return self.loss_fn(self.model, batch)

@@ -31,7 +31,7 @@ from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
-"""Import names of Lightning. Their classes are unrelated, so the name that the script has imported is used."""
+"""Import names of Lightning. The packages have unrelated classes, so the name that the script has imported is used."""
 
 
 def _library() -> Any:
@@ -46,20 +46,20 @@ def _library() -> Any:
 
 _DDPStrategy: Any = _library().strategies.DDPStrategy
 url_to_fs: Any = importlib.import_module("fsspec.core").url_to_fs
-"""Lightning's resolver of checkpoint paths; installed with torch."""
+"""Resolver of checkpoint paths in Lightning; fsspec is installed with torch."""
 
 FILE = "{checkpoint}.fxcomp-rank{rank}.pt"
 """Path of each rank's file with the tensors of `DdpHook.checkpoint`, next to a checkpoint."""
 STEP = "lightning.global_step"
-"""Key of the global step in that file."""
+"""Key of the global step in a rank's file."""
 
 
 class FxcompStrategy(_DDPStrategy):
     """DDPStrategy with fxcomp's hook, also on CPUs.
 
     `compress`, `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is Lightning's. Other `options` are passed
-    to DDPStrategy, such as `process_group_backend=` and `find_unused_parameters=`. Raises BadPlan, and BadOption also
-    for another hook (`ddp_comm_hook=`).
+    to DDPStrategy, such as `find_unused_parameters=`. Raises BadPlan, and BadOption, for example for another hook
+    (`ddp_comm_hook=`).
     """
 
     hook: DdpHook | None = None
@@ -129,7 +129,7 @@ class FxcompStrategy(_DDPStrategy):
             before.close()
 
     def _saved_for_here(self, checkpoint: str, step: int | None) -> list[dict[str, Tensor]] | None:
-        """Read every `world_size`-th saved file from this rank's on, so that any number of ranks can resume.
+        """Read every `world_size`-th saved file, starting at index `global_rank`: any number of ranks can resume.
 
         Skip files of another step.
         """
@@ -161,14 +161,14 @@ class _Files:
     """Rank files of a checkpoint in any fsspec file system."""
 
     def __init__(self, checkpoint: Any, *, follow: bool = False):
-        """With `follow`, resolve a local link (`save_last="link"`)."""
+        """If `follow`, resolve a checkpoint path that is a local link, as `save_last="link"` makes."""
         self._system, self._place = url_to_fs(str(checkpoint))
         self._is_local = "file" in self._system.protocol
         if follow and self._is_local:
             self._place = os.path.realpath(self._place)
 
     def write(self, rank: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write atomically."""
+        """Write a rank's file atomically."""
         held = io.BytesIO()
         torch.save(dict(tensors), held)
         place = FILE.format(checkpoint=self._place, rank=rank)

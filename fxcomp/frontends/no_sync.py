@@ -4,7 +4,7 @@
         loss_of(compiled, first).backward()     .grad is the local gradient
     loss_of(compiled, second).backward()        .grad is the mean over ranks of the sum of both
 
-One call of backward() averages all its gradients and `.grad`, or none:
+One call of backward() averages all gradients, also those accumulated in `.grad`, or none:
 
     forward passes of the call     the call averages
     any ran outside no_sync        always

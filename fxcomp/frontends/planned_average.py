@@ -81,7 +81,7 @@ class PlannedAverage:
         return to_tensors(self.state_dict(), dist.get_rank())
 
     def load_state_dict(self, state: Given) -> None:
-        """Restore a `state` of `state_dict` or `checkpoint`. Every rank calls it. Raises BadState.
+        """Restore a `state` of `state_dict` or `checkpoint`. Must run on every rank. Raises BadState.
 
         Before the first backward pass, the state is kept, and its plan is followed from that pass on.
         """

@@ -213,7 +213,7 @@ class ScatterJob(BackwardPasses):
     # State
 
     def load_state_dict(self, given: Given) -> None:
-        """Restore a state, and follow its plan at once unless the options name a plan. Every rank calls it."""
+        """Restore a state, and follow its plan at once unless the options name a plan. Must run on every rank."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             start = self._asked.follow(given, self._fits)

@@ -54,7 +54,7 @@ def predicted(decision: Decision, site: Site) -> tuple[tuple[ModuleTime, ...], T
 def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
     """Convert a plan, or one strategy's text for all modules, to a plan of reduce-scatters. Raises BadPlan.
 
-    With a text, modules that have only vectors, such as norms, stay dense.
+    With a text, modules that have only vectors stay dense.
     """
     dense = Plan(tuple(each.planned() for each in modules))
     if isinstance(plan, str):

@@ -4,9 +4,9 @@
                                                                 │
                                       the plan's emitted step (hook_job.py), over the replicas
 
-Because `.grad` is read only after backward, averages may be written after fully_shard's hook has returned. Shards are
-averaged while earlier layers compute, and the last module's hook waits. If `.grad` is not a view of the flat shard
-(accumulation, another dtype), the shard is copied and zeroed, and its average is added to `.grad` after backward.
+Because `.grad` is read only after backward, averages may be written after fully_shard's hook has returned, while
+earlier layers compute. If `.grad` is not a view of the flat shard (accumulation, another dtype), the shard is copied
+and zeroed, and the average of the copy is added to `.grad` after backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxcomp.frontends.sharded_modules import called
 from fxcomp.runtime.packing import not_finite_too
 
 REDUCED_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes in which fully_shard divides gradients before its hook. Others are divided partly after it (torch 2.13)."""
+"""Dtypes in which fully_shard finishes dividing gradients before it calls its hook (torch 2.13)."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class ShardFeed:
         self._feed()
 
     def _own(self, number: int, module: compat.ShardedModule, reduced: Tensor) -> Tensor:
-        """Return the flat shard in memory that may receive the average after the hook has returned."""
+        """Return the flat shard, to be replaced by the average: a copy unless `.grad` is a view of `reduced`."""
         if module.becomes_gradients(reduced):
             self._is_partial[number] = False
             return reduced
@@ -110,8 +110,8 @@ class ShardFeed:
     def _agree_on_finite(self, last: Tensor) -> None:
         """Make all ranks skip the step and keep residuals if any shard is not finite.
 
-        A non-finite value reaches only the replicas of its shard. Therefore the ranks of a replica agree, and each sets
-        one element to NaN.
+        Averaging carries a non-finite value only to ranks with the same shard. Therefore the ranks of a replica share a
+        flag. If the flag is set, every rank sets an element of its last shard to NaN.
         """
         flag = self._pass.not_finite
         assert flag is not None, "a shard has come"

@@ -35,14 +35,16 @@ from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.follower import Trained
 
 BURSTS = burst_share(list(UpdateKind))
-"""Maximum fraction of elements whose errors may be fed back in bursts, for an unknown optimizer."""
+"""Maximum fraction of elements whose errors may be fed back in bursts (rare and large, as by top-k), for an unknown
+optimizer.
+"""
 
 
 NOTHING_EXACT: Mapping[str, ElementType] = MappingProxyType({})
 
 
 def exact_of(compress: Compress, graph: GraphModule) -> Mapping[str, ElementType]:
-    """Return the gradients to send as 16-bit values: a Plan's, or in mode `lossless` all that a graph proves."""
+    """Return the gradients to send as 16-bit values: as a given Plan lists, or in mode `lossless` all proved casts."""
     if isinstance(compress.plan, Plan):
         return {name: kind for name, kind in compress.plan.types.items() if kind.narrow is not None}
     if compress.within != Mode.LOSSLESS.value or compress.plan is not None:
@@ -90,7 +92,7 @@ class Start:
 
     @classmethod
     def of(cls, what: str, ranks: Ranks, options: StepOptions, model: ModelHere, given: Given = None) -> Start:
-        """Agree with the other ranks on all but the plan. Every rank calls it. Raises ReplicasDiffer."""
+        """Agree with the other ranks on everything except the plan. Must run on every rank. Raises ReplicasDiffer."""
         ranks.check_same("comparing models", {**model.facts, **options.facts()})
         beside = () if model.beside is None else (Beside.of(model.beside, what),)
         site = Site.of(ranks, options.cluster, model.device, *beside)
@@ -109,7 +111,7 @@ class Start:
         return Terms.of(self.options.compress, BURSTS)
 
     def follow(self, given: Given, fits: Callable[[Plan], bool] = ends_whole) -> Start:
-        """Follow the plan of a loaded state if it fits and the options name no plan. Every rank calls it."""
+        """Follow the plan of a loaded state if it fits and the options name no plan. Must run on every rank."""
         options, loads = following(self.options, given, self.site.ranks, fits)
         return replace(self, options=options, loads=loads)
 
@@ -123,9 +125,9 @@ class Start:
         )
 
     def exact_gradients(self, graph: GraphModule) -> Mapping[str, ElementType]:
-        """Return the gradients to send as the 16-bit values that were cast. Every rank calls it.
+        """Return the gradients to send in 16 bits, because they are casts. Must run on every rank.
 
-        In mode `lossless`, the ones proved on every rank; with a given plan, the plan's.
+        A given plan lists these gradients. In mode `lossless`, every rank must have proved them.
         """
         compress, ranks = self.options.compress, self.site.ranks
         plan = compress.plan
@@ -153,7 +155,7 @@ class Start:
         *,
         is_whole: bool = False,
     ) -> Decision:
-        """Choose a plan, and make its process groups. Every rank calls it. Raises BadPlan and BadOption.
+        """Choose a plan, and make its process groups. Must run on every rank. Raises BadPlan and BadOption.
 
         With `is_whole` (the step includes the optimizer), the first plan may be dense, until costs are measured.
         """
@@ -169,7 +171,7 @@ class Start:
 def following(
     options: StepOptions, given: Given, ranks: Ranks, fits: Callable[[Plan], bool] = ends_whole
 ) -> tuple[StepOptions, bool]:
-    """Apply the plan of a loaded state, unless options name another plan. Every rank calls it.
+    """Apply the plan of a loaded state, unless options name another plan. Must run on every rank.
 
     Return the options, and True if any rank has a state.
     """

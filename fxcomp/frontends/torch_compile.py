@@ -3,7 +3,7 @@
     forward graph   ─────────────────────────────────────────────────────────► eager or Inductor
     backward graph  ─► label_backward ─► plan ─► the pipeline's passes ─► emit ─► backward with averaged gradients
 
-Collectives overlap with the backward pass alone. Compute is priced by the machine's roofline, because a backward graph
+Collectives overlap only with the backward pass. Compute is priced by the machine's roofline, because a backward graph
 cannot be timed before activations exist.
 
 - All gradients are made in one graph. A trainable parameter that the loss does not reach is skipped with a warning. The
@@ -65,8 +65,8 @@ def compile_model(
     """Compile a model with torch.compile for data-parallel training, and check that every gradient is averaged.
 
     Call the returned module in place of `model`. All ranks start from rank 0's parameters and buffers. `compress` is as
-    in compile_step, without its settings for the optimizer. `options` of the backend are `cluster`, `costs`,
-    `process_group`, `ignore` and `inductor`. `fullgraph` and `dynamic` are passed to torch.compile.
+    in compile_step, without optimizer settings. `options` of the backend are `cluster`, `costs`, `process_group`,
+    `ignore` and `inductor`. `fullgraph` and `dynamic` are passed to torch.compile.
 
     If torch runs the model eagerly, a gradient raises CaptureFailed (or the backend's error that torch suppressed)
     before it is added to `.grad`, and PeerFailed on the waiting ranks. Deep copies of the model are not watched, nor
@@ -189,7 +189,7 @@ def _compile(
     inductor: bool,
     backward: Callable[[GraphModule, compat.Backward], compat.Backward],
 ) -> Callable[..., Any]:
-    """Compile both passes. `backward` maps the backward graph and its local function to the function to run."""
+    """Compile both passes. `backward(graph, own)` returns the function to run; `own` is the pass without averaging."""
     if inductor:
         return compat.compile_training_with_inductor(gm, inputs, backward)
 
@@ -202,7 +202,7 @@ def _compile(
 def _for_one_model(
     run: Callable[..., Any], found: FoundParameters, places: Sequence[int], compiled: CompiledModel
 ) -> Callable[..., Any]:
-    """Check a graph's parameters at each call: torch shares graphs between models of equal code, shapes and options."""
+    """Raise if a call passes parameters other than at compilation, because torch shares graphs between equal models."""
     expected = [(place, found.names[place], weakref.ref(found.parameters[found.names[place]])) for place in places]
 
     def checked(*inputs: Any) -> Any:
@@ -294,7 +294,7 @@ def compiled_model(model: nn.Module) -> CompiledModel:
 
 
 def reset() -> None:
-    """Forget all plans and residuals; torch._dynamo.reset calls it. Every rank must call it."""
+    """Forget all plans and residuals, as part of torch._dynamo.reset. Must run on every rank."""
     for compiled in _models:
         compiled.close()
     _models.clear()
@@ -315,7 +315,7 @@ def _known(model: nn.Module | None, given: Mapping[str, Any] | None) -> list[Com
 
 
 def _take_turn(compiled: CompiledModel) -> None:
-    """Make a plan the current plan, and move residuals to it from the model's plans that ran since."""
+    """Make a plan current, and move residuals to this plan from the model's more recently run plans."""
     if compiled not in _models or _models[-1] is compiled:  # not in _models: closed, so running it raises
         return
     place = _models.index(compiled)
@@ -414,7 +414,7 @@ def _check_same_elements(compiled: CompiledModel, found: FoundParameters) -> Non
 
 
 def _check_thawed(compiled: CompiledModel, found: FoundParameters, reduced: Mapping[str, Node]) -> None:
-    """Raise CaptureFailed unless parameters were only frozen or unfrozen."""
+    """Raise CaptureFailed unless trained parameters differ from `compiled` only by freezing or unfreezing."""
     before = {id(parameter): name for name, ref in compiled.parameters.items() if (parameter := ref()) is not None}
     now = {id(found.parameters[name]): name for name in reduced}
     if compiled.model is not None:

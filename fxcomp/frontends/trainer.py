@@ -35,7 +35,7 @@ FILE = "fxcomp-rank{rank}.safetensors"
 
 
 class FxcompCallback(transformers.TrainerCallback):
-    """Callback that registers a hook with the trainer's DistributedDataParallel. A single process needs no hook.
+    """Callback that registers a hook with the trainer's DistributedDataParallel.
 
     `trainer` is the owner of the callback; its `train` is patched to record the resumed checkpoint. `compress`,
     `cluster` and `costs` are as in `fxcomp.ddp_hook`; the scaler is the trainer's.
@@ -152,7 +152,7 @@ def _warn(text: str) -> None:
 
 
 def _saved_for_here(folder: Path) -> list[Any] | None:
-    """Read every `world_size`-th file from this rank's on: any number of ranks can resume."""
+    """Read every `world_size`-th file, starting at this rank's index: any number of ranks can resume."""
     files = _files(folder)
     if not files and dist.get_rank() == 0:
         _warn(f"{str(folder)!r} has no state of a hook:")

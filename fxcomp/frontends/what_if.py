@@ -1,9 +1,9 @@
-"""Predict a job's step on any cluster from a single process, without a process group.
+"""Predict a job's step on any cluster from a single process.
 
     Job, Cluster ─► capture ─► workload ─► dense plan, run here without a network ─► measured workload ─► choose
 
-Compute and compression are measured on this machine, unless `step_ms` gives the step time. With a named device, nothing
-runs: a preset's roofline prices both, and reports call the result an estimate.
+Compute and compression are measured on this machine. `step_ms` rescales the compute times. With a named device, nothing
+runs: a preset's roofline prices compute and compression.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MEASURING_US, MOST_REPEATS = 200_000.0, 5
 
 
 SHORTEST_STEP_MS, LONGEST_STEP_MS = 1e-6, 1e9
-"""Bounds of a user-specified step time (assumed)."""
+"""Bounds of a user-specified step time, in ms (assumed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +79,9 @@ class WhatIf:
     compress: Compress = BALANCED
     errors: ErrorTable = ASSUMED
     step_ms: float | None = None
-    """Step time without communication, if known."""
+    """Step time without communication, in ms, if known."""
     device: str | None = None
-    """Name of a preset (cost/devices.py) for ranks unlike this machine."""
+    """Name of the ranks' device, a preset in cost/devices.py; None for this machine."""
     costs: CostTable | None = None
     """Earlier measurements, possibly of another machine."""
     accumulate: int = 1
@@ -232,10 +232,7 @@ def _costs_here(question: WhatIf, device: torch.device, tell: Callable[[str], No
 
 
 def _flip_gbit(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms, choice: Choice) -> float | None:
-    """Return the bandwidth between hosts, in Gbit/s, above which compression stops paying, if any.
-
-    The search reuses `choice` unless `costs` has measured collectives.
-    """
+    """Return the bandwidth between hosts, in Gbit/s, above which compression stops paying; None if there is none."""
     if cluster.hosts == 1:
         return None
     return flip_gbit(workload, costs, cluster, terms, choice=None if costs.collectives else choice)

@@ -21,7 +21,7 @@ _BATCH_NORMS = (
     _aten.cudnn_batch_norm.default,
     _aten.miopen_batch_norm.default,
 )
-"""Operators that update running statistics, which their schemas do not declare."""
+"""Operators that update running statistics although their schemas declare no write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Write:
 
     node: Node
     value: Node
-    """Value that `node` copies into the buffer; the buffer itself for other writes."""
+    """Computed value that `node` copies into the buffer; the buffer itself if `node` does not copy."""
 
     @property
     def ready(self) -> Node:
@@ -47,7 +47,7 @@ def written_parameters(gm: GraphModule) -> dict[str, Node]:
 
 
 def parameters_written_apart(gm: GraphModule) -> list[str]:
-    """Return parameters whose forward writes depend on batch, constants or random numbers: they may differ by rank."""
+    """Return parameters whose forward writes depend on batch, constants or random numbers, so may differ by rank."""
     apart: set[Node] = set()
     for node in gm.graph.nodes:
         source = info(node).source if node.op == "placeholder" else None
@@ -116,7 +116,7 @@ class Captured:
     guard: compat.ShapeGuard | None
     """Checks if the graph can run a batch of other sizes; None if it runs only the captured sizes."""
     is_weighted: bool = False
-    """True if the loss is a sum, whose gradients are divided by its element count over all ranks."""
+    """True if the loss is a WeightedLoss, so that gradients are divided by the count over all ranks."""
     densified: tuple[str, ...] = ()
     """Parameters whose gradients are dense in the graph but sparse in eager PyTorch."""
     unused: tuple[str, ...] = ()

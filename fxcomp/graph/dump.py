@@ -27,7 +27,7 @@ def rows(gm: GraphModule, *, costs: bool = True) -> list[tuple[str, ...]]:
 
 
 WIDEST = (48, 16, 40, 24, 80)
-"""Maximum column widths. A longer cell does not widen other lines."""
+"""Maximum column widths, in characters. A longer cell does not widen its column."""
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -34,7 +34,7 @@ def call(
 ) -> Node:
     """Insert a call at the graph's insertion point.
 
-    The fake value is computed from the arguments' fakes, which is slow for some operators, unless `value` is given.
+    `value` is the fake value. By default it is computed from the arguments' fakes, which is slow for some operators.
     """
     node = graph.create_node("call_function", target, args, kwargs, name=name)
     if value is None:
@@ -127,7 +127,7 @@ def level_of(collective: Node) -> Level:
 
 
 def sent_bytes(collective: Node) -> int:
-    """Return the bytes that determine a collective's price: the largest part if it joins parts, else the input."""
+    """Return the bytes that determine a collective's price: the largest part if parts are joined, else the input."""
     value, cut = cast("tuple[Any, Any]", collective.args[:2])
     if collective.target in MOVES and not collective_kind(collective).splits:
         return max(cut) * value.meta["val"].element_size()
@@ -178,7 +178,10 @@ def buckets(gm: GraphModule) -> Iterator[tuple[int, Node]]:
 
 
 SHARE = "share"
-"""Name of the node with the factor of all gradients of a weighted loss: ranks / element count."""
+"""Name of the node that holds the factor of a weighted loss's gradients.
+
+The factor is the number of ranks / the number of elements over which the losses of all ranks sum.
+"""
 
 _aten = torch.ops.aten
 

@@ -52,7 +52,7 @@ class Event:
 
 HOST, ASIDE = "host", "aside"
 TRANSFERS, TRANSFERS_BACK, WIRE = "transfers", "transfers back", "collective"
-"""Streams without labelled nodes: main thread, side stream, copies to the host and back, collectives."""
+"""Streams that no label names: copies to the host, copies back, collectives. HOST is the main thread."""
 
 
 def traces(gm: GraphModule, is_asynchronous: bool | None = None) -> Iterator[list[Event]]:
@@ -200,7 +200,7 @@ class _EventWriter:
         return ASIDE if self.memories.is_asynchronous and goes_aside(node) else self.compute
 
     def _stream_of(self, node: Node, line: Line) -> Stream | None:
-        """Return a line's stream. A roll back decompresses a payload in host memory on the pool."""
+        """Return a line's stream. A roll back uses the pool to decompress a payload in host memory."""
         if line.is_undoing and line.method == DECOMPRESS.method and node.args[0] in self.on_host:
             return DECOMPRESS.stream
         return info(node).stream
@@ -257,7 +257,10 @@ class _EventWriter:
         after: Iterable[int] = (),
         makes: Iterable[Node] = (),
     ) -> int:
-        """Add an event after the last events of its stream and of the main thread; collectives only follow `after`."""
+        """Add an event after the events `after`.
+
+        Except for a collective, the event also follows the last events of `stream` and of the main thread.
+        """
         read = [node for node in takes if isinstance(node.meta.get("val"), Tensor | tuple | list)]
         own = [] if stream.startswith(WIRE) else [*self._come_to(stream), *self._come_to(HOST)]
         before = dict.fromkeys([*after, *own])

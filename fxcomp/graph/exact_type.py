@@ -8,7 +8,7 @@
  -->
     %view_2  bf16[128]   view(%t, [128])                the 16-bit value of %view_1
 
-Rules follow operators: casts to a wider type, operators that move values, and constants that both types represent.
+Proofs follow casts to a wider type, operators that move values, and constants that both types represent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxcomp import compat
 from fxcomp.graph.captured import written_nodes
 from fxcomp.graph.edit import call, gradients
-from fxcomp.graph.info import NodeInfo, Role
+from fxcomp.graph.info import NodeInfo, Role, alike
 from fxcomp.graph.work import operator_text
 
 aten = torch.ops.aten
@@ -50,6 +50,9 @@ _PADS = frozenset({aten.slice_backward.default, aten.select_backward.default})
 _JOINS = frozenset({aten.cat.default, aten.stack.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 
+MOST_LAYERS = 6
+"""Maximum number of layers that a note lists for one operator."""
+
 
 def exact_types(gm: GraphModule) -> dict[str, torch.dtype]:
     """Return the 16-bit type of the fp32 gradients that are casts of 16-bit values, by parameter name."""
@@ -59,7 +62,7 @@ def exact_types(gm: GraphModule) -> dict[str, torch.dtype]:
 
 
 def narrow_types(node: Node) -> frozenset[torch.dtype]:
-    """Return the 16-bit types that represent every value of a node; both for zeros."""
+    """Return the 16-bit types that represent every value of a node: fp16 and bf16 if all values are zero."""
     value = node.meta.get("val")
     if isinstance(value, Tensor) and value.dtype in NARROW:
         return frozenset({value.dtype})
@@ -82,7 +85,7 @@ def narrow_types(node: Node) -> frozenset[torch.dtype]:
 
 
 def _is_written(node: Node) -> bool:
-    """Return whether an operator writes a value or a view of it in place."""
+    """Return whether an operator writes a node's value, or a view of the value, in place."""
     views = (user for user in node.users if compat.is_operator(user.target) and compat.is_view(user.target))
     return any(node in written_nodes(user) for user in node.users) or any(map(_is_written, views))
 
@@ -92,7 +95,7 @@ def _padded_by(node: Node) -> Any:
 
 
 def _cast_of(node: Node) -> Node | None:
-    """Return the input of a node that only casts it, with its shape and strides; None for other nodes."""
+    """Return the input of a cast that keeps shape, strides and device; None for other nodes."""
     if node.target not in (aten._to_copy.default, aten.copy.default):
         return None
     found = node.args[node.target is aten.copy.default]  # copy has its target first
@@ -121,17 +124,29 @@ def narrowed(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
 
 
 def proof_note(gm: GraphModule, exact: Collection[str]) -> str:
-    """Describe which gradients are `exact`, by the operators that compute them, and which are not."""
+    """Describe which gradients are `exact` and which are not: their operators, sizes and layers."""
     if not exact:
         return ""
     sizes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    layers: dict[tuple[bool, str], dict[str, None]] = {}
     for name, node in gradients(gm).items():
-        sizes[name in exact][computed_by(node)] += int(node.meta["val"].numel())
-    proved, others = (sum(sizes[is_exact].values()) for is_exact in (True, False))
-    by, against = (", ".join(f"{k} ({v:,})" for k, v in sizes[is_exact].most_common()) for is_exact in (True, False))
+        kind = name in exact, computed_by(node)
+        sizes[kind[0]][kind[1]] += int(node.meta["val"].numel())
+        layers.setdefault(kind, {})[alike(name)] = None
+
+    def listed(*, is_exact: bool) -> str:
+        texts: list[str] = []
+        for operator_name, size in sizes[is_exact].most_common():
+            names = list(layers[is_exact, operator_name])
+            more = ", ..." if len(names) > MOST_LAYERS else ""
+            texts.append(f"{operator_name} ({size:,}: {', '.join(names[:MOST_LAYERS])}{more})")
+        return ", ".join(texts)
+
+    share = sizes[True].total() / (sizes[True].total() + sizes[False].total())
+    others = f" Not so: {listed(is_exact=False)}, in fp32." if sizes[False] else ""
     return (
-        f"{proved / (proved + others):.1%} of the gradients' values are casts of 16-bit values, which 16 bits hold"
-        f" without error: those computed by {by}." + (f" Not so: {against}, in fp32." if against else "")
+        f"{share:.1%} of the gradients' values are casts of 16-bit values, which 16 bits hold without error: those"
+        f" computed by {listed(is_exact=True)}.{others}"
     )
 
 

@@ -11,8 +11,7 @@
     %counted    i64[]     add(%num_batches, 1)
     %copy_      i64[]     copy_(%num_batches, %counted)    at the end
 
-If views of written values exist, forward and backward are traced again under torch.func.functionalize, which takes as
-long as the first trace.
+If views of written values exist, forward and backward are traced again under torch.func.functionalize.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ _VIEWS: dict[Any, Any] = {
 def _look_instead_of_turning(traced: GraphModule) -> None:
     """Replace in-place changes of a shape by views, so that a node's shape never changes.
 
-    A `sym_size(%stack, 1)` that stands after `transpose_(%stack, 0, 1)`, as in batch-first recurrent layers, would
-    return the size after the transpose, but may mean the size before it.
+    A `sym_size(%stack, 1)` after `transpose_(%stack, 0, 1)` would return the size after the transpose, but may mean the
+    size before the transpose.
     """
     for node in traced.graph.nodes:
         if node.target in _VIEWS and node.args[0].op != "placeholder":

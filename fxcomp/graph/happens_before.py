@@ -31,7 +31,7 @@ class DataRace:
 def races(gm: GraphModule, *, is_asynchronous: bool | None = None) -> list[DataRace]:
     """Return the data races of a labelled graph with streams.
 
-    `is_asynchronous`: the device runs kernels after their launch returns; by default, whether the graph's device does.
+    `is_asynchronous` is true if kernels run after their launch returns; the default depends on the graph's device.
     Steps whose loss function waits for its own collectives are not checked.
     """
     if any(is_exchange(node) for node in gm.graph.find_nodes(op="call_function", target=WAIT)):

@@ -93,7 +93,7 @@ class FusedUpdate:
     counter: str = ""
     """Key of the step counter; empty if there is none."""
     numbers: tuple[tuple[str, str | float], ...] = ()
-    """Keyword arguments: the key of a number in the parameter group, or a constant."""
+    """Keyword arguments: (name, value). A string value is the key of a number in the parameter group."""
     group: int = 0
     """Index of the parameter group."""
 
@@ -110,12 +110,12 @@ class NodeInfo:
     start: int = 0
     """Offset of a part's first element in the flat parameter."""
     sent_bytes: int | None = None
-    """Bytes that rank 0 sends in a bucket's collective: the basis of all ranks' price, because shards differ."""
+    """Bytes that rank 0 sends in a bucket's collective. All ranks use this number for the price, as shards differ."""
     cost_us: float | None = None
     starting_us: float = 0.0
-    """Time that a thread takes to launch a collective."""
+    """Time that a thread takes to launch a collective, in us."""
     load: float = 0.0
-    """Number of processors taken from compute."""
+    """Number of processors that the node takes from compute."""
     overlap_speed: float = 1.0
     """Speed of a collective during compute / speed alone, if compute leaves no processor free."""
     launcher_load: float = 0.0
@@ -186,3 +186,8 @@ _FUNCTION = re.compile(r"(region|update|optimizer_step)(_\d+)?")
 def free_name(name: str) -> str:
     """Return a name for a value in emitted source; reserved names get an underscore."""
     return f"{name}_" if name in _OWN or _FUNCTION.fullmatch(name) else name
+
+
+def alike(name: str) -> str:
+    """Return a parameter's name without numbers: `blocks.*.up.weight`."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

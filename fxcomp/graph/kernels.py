@@ -68,7 +68,7 @@ class Kernel:
     """Index in the list of kernels."""
     order: Order
     size: int
-    """Number of values."""
+    """Maximum of the operators' numbers of values (`_order_of`)."""
     nodes: list[Node] = field(default_factory=list[Node])
     before: int = 0
     """Bit mask of the kernels that this kernel depends on."""
@@ -243,7 +243,7 @@ NORMALISATIONS = {
         ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
          "native_batch_norm_backward"), Order.COLUMNS),
 }  # fmt: skip
-"""Operators whose result is elementwise in their input and its statistics, and the order of the statistics."""
+"""Order in which normalisations read memory for statistics. Results are elementwise in input and statistics."""
 
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "prod", "any", "all",
                          "linalg_vector_norm", "nll_loss_forward", "nll_loss2d_forward", "logsumexp"})  # fmt: skip
@@ -273,7 +273,9 @@ def _statistics_bytes(node: Node) -> float:
 
 
 def _order_of(node: Node) -> tuple[Order, int]:
-    """Return an operator's order, and its number of values: read if it reduces, made if elementwise, 0 if alone."""
+    """Return an operator's order and number of values: read by a reduction or normalisation, made by an elementwise
+    operator, 0 for an operator that stays alone.
+    """
     name, target = _name(node), node.target
     if not is_bound_by_memory(target) or name in _STAY_ALONE or compat.is_in_place(target):
         return Order.ALONE, 0
@@ -305,7 +307,9 @@ _KINDS = {
 }
 
 CHUNK, MOST_CHUNKS, MOST_TENSORS = 65_536, 320, 36
-"""Limits of a kernel over lists: values per block, blocks, tensors (ATen/native/cuda/MultiTensorApply.cuh, 4 lists)."""
+"""ATen's limits of a kernel over 4 lists of tensors (ATen/native/cuda/MultiTensorApply.cuh): values per block, blocks,
+tensors per list.
+"""
 
 
 def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
@@ -324,7 +328,7 @@ def launches(gm: GraphModule, listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _over_lists(row: list[Node]) -> int:
-    """Return the number of launches of operators that run over one list, under ATen's limits."""
+    """Return the number of launches of the operators in `row`, which share ATen's kernels over lists if possible."""
     is_listed = len(row) > 1 or line_of(row[0]) is not None or compat.takes_lists(row[0].target)
     if not is_listed:
         return 1

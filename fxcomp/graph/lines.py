@@ -70,7 +70,7 @@ def _gradients_by_name(node: Node) -> Sequence[Any]:
 
 
 def _kind_value_cut_level(node: Node) -> Sequence[Any]:
-    """Return the arguments of a launch. An in-place all_reduce or broadcast has one part."""
+    """Return the arguments of a launch. The cut is 1 for an in-place all_reduce or broadcast."""
     target, arguments = cast("Any", node.target), node.args
     if target in MOVES:
         value, cut, _, level = cast("Any", arguments)
@@ -170,9 +170,9 @@ class Line:
     method: str
     arguments: Callable[[Node], Sequence[Any]] = _as_in_graph
     price: Callable[[Prices, Node, Device], float] | None = None
-    """Predicts the time in µs; None for waits, negligible times, and collectives, which their links price."""
+    """Predicts the time in µs. None for waits, for negligible times, and for collectives, whose links have prices."""
     stream: Stream = Stream.COMPUTE
-    """Stream of the line; COMPUTE instead of a pool for inputs in device memory, INTRA instead of INTER in one host."""
+    """Stream of the line. COMPUTE replaces a pool if inputs are in device memory; in one host, INTRA replaces INTER."""
     result: Callable[[Node], Node | None] = _itself
     has_buffer: bool = True
     """True if the result is in a buffer, named by the call's first argument."""
@@ -249,7 +249,7 @@ def line_of(node: Node) -> Line | None:
 
 
 def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
-    """Yield the timed lines of a step: node, call (method, and index among its calls) and kind."""
+    """Yield (node, call, kind) of the timed lines of a step. A call is a method and the number of earlier calls."""
     counts: dict[str, int] = {}
     for piece in pieces:
         line = line_of(piece) if isinstance(piece, Node) else None

@@ -19,7 +19,7 @@ from fxcomp.graph.ops import D2H, H2D, IN_PLACE, KEEP, MOVES, ROLL_BACK, WAIT
 from fxcomp.plan.kinds import POOL, CollectiveKind
 
 Names = frozenset[str]
-"""Memories that may hold a value. Each is named after a line or value."""
+"""Names of the memories that may hold a value. A memory is named after a graph node."""
 
 _NOTHING: Names = frozenset()
 
@@ -30,7 +30,7 @@ _MAY_BE_VIEWS = (
 """Operators that return a view where possible, otherwise a copy."""
 
 _REPLACED: dict[Any, int] = {KEEP: 0, ROLL_BACK: 0, IN_PLACE: 0, WAIT: 0}
-"""Position of the argument that shares its memory with the result."""
+"""Index of the argument whose memory holds the operator's result."""
 
 
 class Memories:
@@ -66,7 +66,7 @@ class Memories:
         return self.of(node)
 
     def lies_on_host(self, value: object) -> bool:
-        """Return whether a value is in an input that pool lines read, so in host memory."""
+        """Return True if a value is only in inputs that the pool reads, which are in host memory."""
         mine = self.of(value) if isinstance(value, Node) else _NOTHING
         return self.is_asynchronous and bool(mine) and mine <= self._of_pool
 

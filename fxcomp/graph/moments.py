@@ -28,26 +28,26 @@ LARGEST_MEAN = 10.0
 """Largest absolute value of a shared mean, in units of the root of the frozen second moment.
 
 Cauchy-Schwarz bounds Adam's mean by (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) of this root: 7.3
-with default betas. So updates are hardly larger than Adam's.
+with default betas. Clamping to 10 keeps updates hardly larger than Adam's.
 """
 
 
 class NoMoment(Exception):
-    """The update has no mean of gradients to exchange; the text is the reason."""
+    """The update has no mean of gradients to exchange; the exception's text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Bias correction, which grows to 1, of a magnitude that starts at zero."""
+    """Bias correction of a magnitude that starts at zero. The correction grows to 1."""
 
     number: Node
     power: int
-    """The corrected magnitude is magnitude / number ** power. The power is 2 if the number divides the root."""
+    """Exponent in magnitude / `number` ** `power`, the corrected magnitude. It is 2 if `number` divides the root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """A second moment, and the divisor of the mean that it determines."""
+    """A second moment and, computed from it, the divisor of the mean."""
 
     state: Node
     writes: tuple[Node, ...]
@@ -62,9 +62,8 @@ class Moment:
 
     state: Node
     writes: tuple[Node, ...]
-    """Nodes that write `state`, in order."""
     entering: Node
-    """Value that the last write adds: the gradient, including coupled weight decay."""
+    """Value that the last write adds to `state`: the gradient, with coupled weight decay."""
     recovered: tuple[Node, ...]
     """Nodes that use `entering` in addition to the last write, as in Nesterov momentum."""
     magnitude: Magnitude | None
@@ -77,7 +76,7 @@ class Update:
         self.states: list[Node] = []
 
     def gradient(self) -> Node:
-        """Return the gradient: the only tensor that the update reads and an earlier operator computes.
+        """Return the gradient: the only input tensor of the update that another operator computes.
 
         Raise NoMoment for none or several.
         """
@@ -110,7 +109,7 @@ def updates_of(gm: GraphModule) -> dict[str, Update]:
 
 
 def moment_of(nodes: Sequence[Node], gradient: Node, parameter: Node, states: Collection[Node]) -> Moment:
-    """Find the mean of gradients in one parameter's update. Raise NoMoment if it cannot be exchanged."""
+    """Find the mean of gradients in one parameter's update. Raise NoMoment if the mean cannot be exchanged."""
     _check_no_view_is_written(nodes, {gradient, *states})
     reading = UpdateReading(nodes, parameter, states)
     if not reading.means:
@@ -185,7 +184,7 @@ def _entering(write: Node) -> Node:
 
 
 def _uses_beside(nodes: Sequence[Node], gradient: Node, entering: Node, known: Collection[Node]) -> tuple[Node, ...]:
-    """Return the nodes besides the last write that use `entering`. Raise NoMoment for other uses of the gradient."""
+    """Return the nodes besides the last write that use `entering`. Raise NoMoment if the gradient is used otherwise."""
     needed = _sources(known, nodes)
     follows = {gradient}
     found: list[Node] = []
@@ -241,7 +240,10 @@ def _check_is_adams(magnitude: Magnitude, nodes: Sequence[Node]) -> None:
 
 
 def _correction(divisor: Node, magnitude: Node, nodes: Sequence[Node]) -> Correction | None:
-    """Return the bias correction from magnitude to divisor. Raise NoMoment if other values depend on the step."""
+    """Return the bias correction between magnitude and divisor.
+
+    Raise NoMoment for any other dependence on the step or the learning rate.
+    """
     found: list[Correction] = []
     node, after_root = divisor, False
     roots = [each for each in _sources([divisor], nodes) if name_of(each) == "sqrt"]

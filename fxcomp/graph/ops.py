@@ -1,6 +1,7 @@
 """Custom operators around collectives, functional and visible as graph nodes.
 
-Emitted code calls the runtime instead. `arrive` and collectives of parts run only there.
+Emitted code calls methods of the runtime in their place. `arrive` and collectives of parts (`OF_PARTS`) have no other
+implementation: called as operators, they raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _keep(state: Tensor, value: Tensor) -> Tensor:
 
 
 def _counters_on(counters: Sequence[Tensor], there: Sequence[Tensor]) -> list[Tensor]:
-    """Fill one device scalar per distinct counter, because a copy would block."""
+    """Fill one device scalar per distinct value, because a copy from the host would block."""
     known: dict[float, Tensor] = {}
     values = [float(counter) for counter in counters]
     for value, counter in zip(values, counters, strict=True):
@@ -132,7 +133,7 @@ def _seed_rng_fake(seed: int, device: torch.device) -> None:
 
 
 def _move(kind: str) -> None:
-    """Define a collective in which each rank owns a part; `place` is this rank's index in its group."""
+    """Define a collective of parts. The operator's argument `place` is the rank's index in the group."""
     pattern = pattern_of(kind)
 
     def run(value: Tensor, cut: Sequence[int], place: int, level: str) -> Tensor:
@@ -224,7 +225,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 OF_PARTS: dict[CollectiveKind, Any] = {
     kind: getattr(torch.ops.fxcomp, kind.value).default for kind in CollectiveKind if kind.has_parts
 }
-"""Operators of collectives with a part per rank."""
+"""Operator of each collective in which ranks may own parts of different sizes."""
 
 MOVES = {operator: kind for kind, operator in OF_PARTS.items()}
 """Kind of each operator in `OF_PARTS`. Arguments are (value, cut, place, level); see `runtime/transfers.py`."""
@@ -236,4 +237,4 @@ COLLECTIVE_KINDS: dict[Any, CollectiveKind] = {
     REDUCE_SCATTER: CollectiveKind.REDUCE_SCATTER,
     BROADCAST: CollectiveKind.BROADCAST,
 }
-"""All collectives of gradients and buffers."""
+"""Kind of each operator that sends gradients or buffers."""

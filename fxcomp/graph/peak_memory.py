@@ -1,8 +1,8 @@
-"""Compute a step's peak device memory, by part.
+"""Compute a step's peak device memory, in bytes for each of `PARTS`.
 
-Inputs and line buffers are allocated for the whole step. Values of forward and backward are allocated from first write
-to last read, unless only their own kernel reads them (`kernels.py`). Library workspaces, allocator rounding and CUDA's
-context are excluded.
+Inputs and buffers of lines are allocated for the whole step, values of forward and backward from first write to last
+read, unless only their own kernel reads them (`kernels.py`). Library workspaces, allocator rounding and CUDA's context
+are excluded.
 """
 
 from __future__ import annotations

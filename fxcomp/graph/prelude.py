@@ -35,7 +35,6 @@ class BatchQuestion:
     reads: Mapping[str, int]
     """Index of each symbol's tensor in the stage's results."""
     answer: Any
-    """Answer at capture."""
 
     def answered(self, numbers: Sequence[Any]) -> Any:
         return self.answer_of({name: numbers[place] for name, place in self.reads.items()})
@@ -53,7 +52,7 @@ class QuestionStage:
     run: Callable[..., Sequence[Any]]
     """Returns the results that questions read, followed by values for later stages."""
     takes: tuple[int, ...]
-    """Indices of the arguments of `run` among the feeds, followed by values of earlier stages."""
+    """Indices of the arguments of `run` in a list: values of all feeds, then values of earlier stages."""
     questions: tuple[BatchQuestion, ...]
     reads: int
     """Number of results that questions read."""
@@ -64,8 +63,6 @@ OtherAnswer = tuple[BatchQuestion, Any]
 
 
 class Prelude:
-    """Questions of one capture."""
-
     def __init__(self, feeds: Sequence[Feed], stages: Sequence[QuestionStage]):
         self._feeds, self._stages = tuple(feeds), tuple(stages)
 

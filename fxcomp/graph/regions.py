@@ -15,7 +15,7 @@ from fxcomp import compat
 from fxcomp.graph.info import Role, info
 
 BODY = (Role.COMPUTE, Role.GRADIENT, Role.PART)
-"""Plain operators of forward and backward."""
+"""Roles of plain operators in forward and backward."""
 
 PLAIN = (*BODY, Role.UNPACK, Role.CLIP, Role.UPDATE)
 
@@ -60,7 +60,7 @@ def regions(gm: GraphModule) -> list[Region]:
 
 
 def _runs(gm: GraphModule) -> Iterator[list[Node] | Node]:
-    """Yield runs of plain nodes, up to a line or the end of backward."""
+    """Yield lines, and runs of plain nodes as lists. The end of backward also ends a run."""
     run: list[Node] = []
     for node in gm.graph.nodes:
         if node.op != "call_function":

@@ -1,7 +1,7 @@
 """Move a step captured on the CPU to an absent accelerator, to emit and price it.
 
-The finished graph is changed, because tracing aborts if torch was built without the device. Operators chosen by device
-(convolutions, batch norms), except attention, stay as on the CPU.
+The finished graph is changed, because tracing aborts if torch was built without the device. Convolutions and batch
+norms stay the CPU's operators. Attention is captured as the GPU's operator.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _reduced_twice(gm: GraphModule) -> list[str]:
 
 
 def _extent(part: Node) -> range:
-    """Return the range of elements in a gradient or part. An empty part counts as one element."""
+    """Return the range of elements in a gradient or part. An empty part counts as one, so duplicates are found."""
     start = info(part).start
     return range(start, start + max(1, part.meta["val"].numel()))
 

@@ -29,8 +29,8 @@ from fxcomp.plan.error_feedback import UpdateKind
 LISTED_ON_CPU = 2048
 """On the CPU, tensors of more elements are not updated in lists.
 
-Measured, one core, torch 2.13, 2026-11, AdamW on 200 tensors, with and without lists: 3.3 and 5.3 ms at 256 elements in
-the larger tensors, 9.3 and 10.2 at 4096, 17.6 and 15.2 at 9216, where values leave the cache.
+Time of AdamW on 200 tensors, with and without lists: 3.3 and 5.3 ms if the larger tensors have 256 elements, 9.3 and
+10.2 ms for 4096, 17.6 and 15.2 ms for 9216, where values leave the cache (measured, one core, torch 2.13, 2026-11).
 """
 
 
@@ -56,7 +56,7 @@ def update_lists(gm: GraphModule, most_elements: float) -> list[list[Node]]:
 
 
 def _elements(nodes: Sequence[Node]) -> float:
-    """Return the number of elements of the largest tensor; infinity for 16-bit numbers on the CPU."""
+    """Return the largest tensor's number of elements; infinity keeps 16-bit updates on the CPU out of lists."""
     inputs = (each for node in nodes for each in (node, *node.all_input_nodes))
     tensors = [value for each in inputs if isinstance(value := each.meta.get("val"), Tensor)]
     is_narrow = any(v.is_floating_point() and v.itemsize < 4 and v.device.type == "cpu" for v in tensors)
@@ -87,7 +87,7 @@ def _has_list_form(target: Any) -> bool:
 
 
 def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], launch_us: float) -> dict[Node, float]:
-    """Return each node's time in µs, raised so that each list takes at least one launch."""
+    """Return each node's time in µs, raised so that each list takes at least the time of one launch."""
     found: dict[Node, float] = {}
     for row in lists:
         total_us = sum(us[node] for node in row)
@@ -99,7 +99,7 @@ def shared_starts(lists: Sequence[Sequence[Node]], us: Mapping[Node, float], lau
 class Form(IntEnum):
     """Form of a value as a function of the gradient."""
 
-    NEUTRAL = 0  # independent of it
+    NEUTRAL = 0  # independent of the gradient
     LINEAR = 1
     MAGNITUDE = 2  # even in the gradient: a square, a norm, a root of a square
     BENT = 3
@@ -181,8 +181,6 @@ class UpdateReading:
         is_view = compat.is_operator(node.target) and compat.is_view(node.target)
         return self._at(node.all_input_nodes[0]) if is_view and node.all_input_nodes else node
 
-    # Forms
-
     def _form_of(self, node: Node) -> Form:
         name = name_of(node)
         inputs = [self.form[self._at(each)] for each in node.all_input_nodes]
@@ -214,14 +212,12 @@ class UpdateReading:
         same = isinstance(first, Node) and isinstance(second, Node) and self._at(first) is self._at(second)
         return Form.MAGNITUDE if same or Form.BENT not in forms else Form.BENT
 
-    # Dependence on states and parameters
-
     def divides_by(self, states: Collection[Node]) -> bool:
         follows = self._following(states) if states else set[Node]()
         return any(self._at(each) in follows for node in self._nodes for each in divisors(node))
 
     def has_norm_of_parameter(self) -> bool:
-        """Return whether the parameter is reduced to one number."""
+        """Return whether values computed from the parameter are reduced to one number."""
         values = self._following([self._parameter])
         norms = [node for node in self._nodes if name_of(node) in _REDUCTIONS and _is_scalar(node)]
         return any(self._at(each) in values for node in norms for each in node.all_input_nodes)
@@ -267,7 +263,7 @@ def _is_scalar(node: Node) -> bool:
 
 _DIVISORS = {"div": 1, "truediv": 1, "addcdiv": 2, "reciprocal": 0, "rsqrt": 0}
 _FACTORS = {"mul": (0, 1), "addcmul": (1, 2), "div": (0, 1), "truediv": (0, 1), "addcdiv": (1, 2)}
-"""Positions of two factors, or of dividend and divisor; earlier arguments are added."""
+"""Indices of two factors, or of dividend and divisor. Arguments before these are added to the result."""
 _EVEN = {"abs", "square", "norm", "linalg_vector_norm", "_foreach_norm"}
 _FILLS = {"zero", "fill", "zeros_like", "ones_like", "empty_like", "full_like"}
 _LINEAR = {

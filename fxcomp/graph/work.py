@@ -117,9 +117,9 @@ class Unknowns:
     """Names and counts of operators of unknown time."""
 
     unpriced: tuple[tuple[str, int], ...] = ()
-    """Priced as free."""
+    """Operators priced as free."""
     by_bytes: tuple[tuple[str, int], ...] = ()
-    """Priced by their tensors' bytes."""
+    """Operators priced by bytes of tensors."""
 
 
 NO_UNKNOWNS = Unknowns()
@@ -180,7 +180,7 @@ def reads(node: Node, known: OperatorWork | None = None) -> Iterable[tuple[Node,
 
 
 def _counted_reads(node: Node) -> Iterator[tuple[Node, float]]:
-    """Yield each argument, and the bytes read of it. A lookup reads the returned rows, batch norm its input twice."""
+    """Yield each argument and its bytes read. A lookup reads only returned rows; batch norm reads its input twice."""
     name = name_of(node.target) if compat.is_operator(node.target) else ""
     sizes = [sum(map(tensor_bytes, tensors(each.meta.get("val")))) for each in node.all_input_nodes]
     made, again = sum(map(tensor_bytes, tensors(node.meta.get("val")))), _READ_TWICE.get(name, 0)
@@ -219,7 +219,7 @@ _LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "_unsafe_i
 _PART_READ = _LOOKUPS | {"nll_loss_forward"}
 
 _UNREAD = {"copy": 0, "nll_loss_backward": 1}
-"""Position of the argument whose values are not read."""
+"""Index of the argument whose values the operator does not read."""
 
 _SCATTERS = frozenset({"index_put", "_unsafe_index_put", "scatter", "scatter_add", "scatter_reduce", "index_add",
                        "index_copy", "index_fill", "masked_scatter"})  # fmt: skip
@@ -250,7 +250,7 @@ _BOUND_BY_MEMORY = frozenset(
      "max", "min", "_amp_foreach_non_finite_check_and_unscale", "_amp_update_scale", "_index_put_impl", "equal",
      "split_with_sizes_copy"}
 )  # fmt: skip
-"""ATen operators with a few operations per value, without a tag for it."""
+"""ATen operators with a few operations per value that may lack torch's tags pointwise and reduction."""
 
 _ATTENTION = re.compile(r"_scaled_dot_product_(flash|efficient|cudnn)_attention(_for_cpu)?(_backward)?")
 
@@ -260,7 +260,7 @@ def _is_torchs(target: Any) -> bool:
 
 
 def _is_ours(target: Any) -> bool:
-    """Return whether an operator is fxcomp's or a collective, which has a separate price."""
+    """Return whether an operator is fxcomp's or a collective. Both are priced separately."""
     return compat.is_operator(target) and str(target).partition(".")[0] in ("fxcomp", "_c10d_functional")
 
 
@@ -331,7 +331,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Return a tensor's bytes: symbolic sizes as traced, expanded dimensions as one value."""
+    """Return a tensor's bytes. A symbolic size counts as traced, an expanded dimension as one value."""
     sizes = [compat.size_hint(size) for size in tensor.shape]
     steps = [compat.size_hint(step) for step in compat.strides(tensor)]
     kept = [size if step else min(size, 1) for size, step in zip(sizes, steps, strict=True)]

@@ -59,7 +59,7 @@ def annotate_costs(gm: GraphModule, costs: CostTable, cluster: Cluster, joins: b
 
 
 def note_work(gm: GraphModule) -> None:
-    """Store the flops and bytes of plain operators, which are slow to compute; copies of the graph inherit it."""
+    """Store the flops and bytes of plain operators: counting is slow, and copies of the graph inherit the counts."""
     for node in gm.graph.nodes:
         if has_info(node) and info(node).work is None and _is_priced_by_work(node):
             update_info(node, work=work(node))
@@ -97,7 +97,7 @@ def _work_of(node: Node) -> OperatorWork | None:
 
 
 def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
-    """Estimate times, in us, of update operators over lists. Measured times already include shared launches."""
+    """Estimate update operators over lists, in us. Skip measured operators: their times include shared launches."""
     updates = [n for n in gm.graph.nodes if has_info(n) and info(n).role is Role.UPDATE and _is_priced_by_work(n)]
     works = {node: known for node in updates if (known := _work_of(node)) is not None}
     estimated = {node for node, known in works.items() if known.key not in costs.compute}
@@ -112,7 +112,7 @@ def _in_lists(gm: GraphModule, costs: CostTable) -> dict[Node, float]:
 
 
 def _in_kernels(gm: GraphModule, costs: CostTable, joins: bool) -> dict[Node, float]:
-    """Estimate forward and backward per kernel, in us; a kernel's first operator gets its time."""
+    """Estimate forward and backward per kernel, in us. The time belongs to the kernel's first operator."""
     found = dict.fromkeys((node for node in gm.graph.nodes if has_info(node) and info(node).role in BODY), 0.0)
     for kernel in kernels(gm, joins=joins):
         found[kernel.nodes[0]] = costs.roofline.us(kernel.flops, kernel.touched_bytes, kernel.math_type)

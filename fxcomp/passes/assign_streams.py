@@ -11,7 +11,7 @@ Compressors on the host get the pool's streams, collectives the link of their le
 (`graph/lines.py`).
 
 On an asynchronous device, a bucket that is compressed or sent in stages runs on the side stream, so that compute does
-not wait. Predictions count it as compute, because the two streams share the device.
+not wait. Predictions count the side stream as compute, because both streams share the device.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def _lines_by_bucket(gm: GraphModule) -> Iterable[Sequence[Node]]:
 
 
 def _go_aside(lines: Sequence[Node]) -> bool:
-    """Return True if a bucket runs on the side stream: on an accelerator, compressed or sent by several collectives.
+    """Return True for a bucket on an accelerator that is compressed or sent by several collectives.
 
-    A bucket that uses the pool does not: compute waits for the pool's result in any case.
+    A bucket that uses the pool is excluded: compute waits for the pool in any case.
     """
     if not compat.is_accelerator(lines[0].meta["val"].device) or any(node.target is D2H for node in lines):
         return False

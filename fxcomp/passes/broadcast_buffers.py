@@ -13,8 +13,8 @@
 
 DDP broadcasts before each forward pass, without overlap. A broadcast after the step has the same result.
 
-Ranks have agreed which buffers to send, and whether before or after the gradients (`leaves_early`). Buffers of several
-dtypes are sent as bytes. On an accelerator one operator copies back all buffers of a dtype.
+Ranks have agreed which buffers to send, and whether to send them before or after the gradients
+(`leaves_early`). Buffers of several dtypes are sent as bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def broadcast_buffers(gm: GraphModule, world_size: int) -> GraphModule:
 
 
 def _place(gm: GraphModule, shared: list[Node]) -> Node:
-    """Return the node after which all buffers have their values, after backward unless they leave early."""
+    """Return the last node before the broadcast: a write or, unless buffers leave early, the end of backward."""
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     writes = last_writes(gm)
     after = [writes[buffer].ready for buffer in shared if buffer in writes]

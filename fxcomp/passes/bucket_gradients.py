@@ -56,7 +56,7 @@ def bucket_gradients(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 class _PlacedGradient:
-    """A local gradient, its parts, and their means."""
+    """A rank's gradient, its parts, and the parts' means."""
 
     def __init__(self, graph: Graph, name: str, local: Node, extents: Sequence[range]) -> None:
         self.name, self.local = name, local
@@ -71,7 +71,7 @@ class _PlacedGradient:
         return next(reversed(self.parts.values()))
 
     def join(self, graph: Graph, number: int, order: Mapping[Node, int]) -> None:
-        """Join the parts; `number` is the bucket that completes them."""
+        """Join the means of all parts; `number` is the bucket of the last mean."""
         parts = [self.arrived[start] for start in sorted(self.arrived)]
         label = NodeInfo(Role.UNPACK, self.name, bucket=number)
         with graph.inserting_before(min(self.wait.users, key=order.__getitem__)):
@@ -136,7 +136,7 @@ def _gather_bucket(
 
 
 def _scale_in_place(gradient: Node) -> None:
-    """Clip in place, because the unscaled gradient has no other user."""
+    """Clip in place, because no node reads the unclipped mean later."""
     for user in gradient.users:
         if info(user).role is Role.CLIP and user.target is torch.ops.aten.mul.Tensor:
             user.target = torch.ops.aten.mul_.Tensor

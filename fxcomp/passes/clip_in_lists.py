@@ -11,8 +11,8 @@
     - %mul_4                 clip  f32[2]    aten.mul_.Tensor(%view_default, %clamp)
     + %_foreach_mul__tensor  clip  NoneType  aten._foreach_mul_.Tensor([%wait_0], %clamp)
 
-Gradients outside of buckets are themselves items of the lists. The last bits differ from the norm of all gradients'
-norms.
+Gradients outside of buckets are themselves items of the lists. The norm over buckets differs in the last bits
+from the norm over gradients.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def _join_norms(graph: Graph, stack: Node, norms: Sequence[Node], *, by_bucket: 
 
 
 def _join_products(graph: Graph, products: Sequence[Node]) -> None:
-    """Multiply whole buckets and other gradients in lists, in place if the products were."""
+    """Multiply whole buckets and other gradients in lists.
+
+    Other gradients are changed in place only if their products were.
+    """
     buckets = dict[Node, None]()
     others: list[Node] = []
     for product in products:

@@ -6,9 +6,9 @@
     + %finite    commit     b8[]     all_finite([%mean_0])
 
 A non-finite gradient makes the means of all ranks non-finite, so all ranks decide alike without communication. The old
-residual is the new residual plus the rank's own decompressed payload minus its bucket, up to rounding; for non-finite
-values, the kernel has kept the old residual. A payload summed in place is saved for the roll back. Compressor states,
-and with a live loss scale also residuals, are saved and restored exactly.
+residual is the new residual plus the rank's decompressed payload minus the rank's bucket, up to rounding; for
+non-finite values, the kernel has kept the old residual. A payload summed in place is saved for the roll back.
+Compressor states, and with a GradScaler also residuals, are saved and restored exactly.
 
 order_for_overlap moves the updates after the emitted step's early return.
 """

@@ -53,8 +53,6 @@ def _live_numbers(gm: GraphModule) -> dict[tuple[int, str], Node]:
 
 
 class _Fusion:
-    """Replaces one parameter's update."""
-
     def __init__(self, gm: GraphModule, name: str, update: Update, parameter: Node, rule: FusedUpdate) -> None:
         self._graph, self._rule = gm.graph, rule
         self._label = NodeInfo(Role.UPDATE, name)

@@ -9,11 +9,11 @@
     + %payloads_0         wait        u8[40]                    wait(%all_gather_0_int8)
     + %mean_0             decompress  f32[12]                   int8_decompress(%payloads_0, 2, [4, 8], 512, False)
 
-A dense bucket is scaled while packed and summed on the wire: gloo has no mean, and this saves a pass over memory. On an
-accelerator the collective takes the mean, because the operator that packs a list does not scale. An agreement
-(values reduced before compression) is a separate stage. Values are copied to the host for a compressor on the CPU, and
-back. Compressors take and return fp32, so other gradients are cast, and dense values are cast back before they are
-sent. Each rank lowers its own part, since shards differ; all ranks have the same collectives.
+A dense bucket is scaled while packed and then summed: gloo has no mean, and scaling in the pack saves a pass over
+memory. On an accelerator the collective takes the mean, because the operator that packs a list does not scale. An
+agreement (values reduced before compression) is a separate stage. Values are copied to the host for a compressor on the
+CPU, and back. Compressors take and return fp32, so other gradients are cast, and dense values are cast back before they
+are sent. Each rank lowers its own part, since shards differ; all ranks have the same collectives.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def lower_strategies(
 
 
 class _Lowering:
-    """Writes the nodes of one bucket between its pack and its use."""
+    """Writes the nodes of one bucket between the pack and the use of the mean."""
 
     def __init__(self, gm: GraphModule, number: int, bucket: Bucket, pack: Node) -> None:
         self.graph, self.number, self.bucket, self.pack = gm.graph, number, bucket, pack
@@ -98,7 +98,7 @@ class _Lowering:
         self.graph.erase_node(self.flat)
 
     def multiply_mean(self) -> None:
-        """Multiply the mean by the factor of all gradients: 16-bit values times a factor are no 16-bit values."""
+        """Multiply the mean by the factor of all gradients. Products of sent 16-bit values may need more bits."""
         factor = self.pack.kwargs.get("factor")
         if factor is None:
             return
@@ -164,7 +164,7 @@ class _Lowering:
             self.value = self._exchanged(line, self.value, "wait", suffix)
 
     def _exchanged(self, line: BucketLine, sent: Node, arrived: str, suffix: str) -> Node:
-        """Insert a collective and its wait, which begins the next stage. A group of one rank needs neither."""
+        """Insert a collective and a wait. The wait begins the next stage. A group of one rank needs neither."""
         leg, size = line.send, next(self.sizes)
         if leg.ranks == 1:
             self.stage += 1
@@ -183,7 +183,7 @@ class _Lowering:
         return call(self.graph, target, args, label, name=self._named(f"{name}_{self.number}{suffix}"), kwargs=kwargs)
 
     def _named(self, name: str) -> str:
-        """Append a count to a repeated name. torch.fx would increase the bucket's number instead."""
+        """Append a count to a repeated name, because torch.fx would increase the bucket's number in the name."""
         again = self.names[name]
         self.names[name] += 1
         return f"{name}_{again}" if again else name

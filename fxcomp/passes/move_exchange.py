@@ -62,7 +62,7 @@ def move_exchange(gm: GraphModule, plan: Plan) -> GraphModule:
 
 
 class _Move:
-    """Moves one parameter's exchange from its gradient to its momentum."""
+    """Moves the exchange of one parameter from gradient to momentum."""
 
     def __init__(self, gm: GraphModule, name: str, local: Node, update: Update) -> None:
         self._graph: Graph = gm.graph
@@ -181,7 +181,7 @@ class _Move:
 
 
 class _Copies:
-    """Appends new operators and out-of-place copies after a node."""
+    """Inserts operators, and out-of-place copies of operators, after a node."""
 
     def __init__(self, graph: Graph, after: Node, label: NodeInfo) -> None:
         self._graph, self.last, self._label = graph, after, label
@@ -194,7 +194,7 @@ class _Copies:
         return self.last
 
     def of(self, node: Node, known: Mapping[Node, Node]) -> Node:
-        """Copy an update's node and its inputs, except the nodes that `known` replaces."""
+        """Copy an update's node and, recursively, the node's inputs, except nodes that `known` replaces."""
         if node in known:
             return known[node]
         if node.op != "call_function" or info(node).role is not Role.UPDATE:

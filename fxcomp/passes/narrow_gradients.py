@@ -1,4 +1,4 @@
-"""Send gradients that are casts of 16-bit values as these values.
+"""Replace gradients that are casts of 16-bit values by the 16-bit values.
 
       %view                   compute     bf16[4]  aten.view(%sum_2, [4])
     ...
@@ -7,7 +7,7 @@
     + %all_reduce_default_1   collective  f32[4]   all_reduce(%alias_default_1, avg, world)  bias
       %wait_tensor_default_1  wait        f32[4]   wait(%all_reduce_default_1)  bias
 
-The mean stays fp32: packs cast. Since regions then return 16-bit values, no compiler can drop their rounding.
+The mean stays fp32, because packs cast to fp32. Since regions return 16-bit values, no compiler can drop the rounding.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fxcomp.plan.kinds import ElementType
 
 
 def narrow_gradients(gm: GraphModule, exact: Mapping[str, ElementType]) -> GraphModule:
-    """Narrow the gradients named in `exact`, each to its 16-bit type, unless this graph computes them otherwise.
+    """Narrow the gradients named in `exact`, each to its 16-bit type.
 
-    A plan that sends the gradient in 16 bits then does not cover it (`Plan.check_covers`).
+    Skip a gradient that is no cast here. `Plan.check_covers` rejects a plan that sends it in 16 bits.
     """
     if not exact:
         return gm

@@ -14,8 +14,8 @@
 3. Per bucket: wait, decompress, update. With clipping: all waits, the norm, all updates. With a commit (`all_finite`):
    all waits, received buffers, the commit, the norm, all updates.
 
-The order depends only on the plan's schedule, so all ranks start collectives in the same order; buffers are broadcast
-before or after all buckets, as agreed. Updates write parameters in place, so they follow all compute.
+The order depends only on the plan's schedule, so all ranks start collectives in the same order. Updates
+write parameters in place, so they follow all compute.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@
       %mul_4                  compute     f32[5,4]    aten.mul.Tensor(%mm_2, %mm_1)
 
 Runs where Inductor compiles regions, because there an elementwise operator costs about as much as reading its result.
-Inductor does the same only inside a region.
+Inductor recomputes only inside a region.
 
 A value is recomputed if
 
 1. a few elementwise operators make it from parameters, the batch, or values that are kept in any case;
 2. backward reads it only in elementwise operators and sums, since a matrix product needs it in memory;
-3. neither the value nor its inputs are written in place or random.
+3. neither the value nor its inputs are random or written in place.
 
-So memory never increases. Each copy precedes its first user.
+So memory never increases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fxcomp.graph.kernels import is_view, memory_of
 from fxcomp.graph.regions import BODY
 
 MOST_OPERATORS = 12
-"""Most operators recomputed for one value."""
+"""Maximum number of operators that recompute one value."""
 
 
 def recompute_in_backward(gm: GraphModule, devices: Collection[str]) -> GraphModule:
@@ -71,7 +71,7 @@ class _Recomputation:
         """Copies of recomputed values, and of their views."""
 
     def operators_for(self, value: Node) -> Sequence[Node] | None:
-        """Return the operators that recompute a value when backward first reads it; None to keep it."""
+        """Return the operators that recompute a value for backward, or None if the value must be kept."""
         readers = self._readers.get(value)
         if not readers or not _is_elementwise(value) or not all(map(_reads_elementwise, readers)):
             return None

@@ -5,7 +5,7 @@
     - %exp   compute  f32[4]  aten.exp(%neg)
       output(%relu, ())
 
-In-place writes and random draws stay, as in eager PyTorch, and collectives that other ranks may need.
+In-place writes and random draws stay, as in eager PyTorch. Collectives stay, because other ranks may wait for them.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     - %pack_0  pack   f32[12]  pack([%sum_1, %mm], 1.0)
     + %pack_0  pack   f32[12]  pack([%sum_1, %mm], 1.0, factor=%factor)
 
-Residuals are then in units of the mean gradient. Sums over micro-batches may overflow fp16, so they are multiplied
-before they are rounded. A single rank has no packs and multiplies each gradient:
+Residuals are then in units of the mean gradient. Sums over micro-batches may overflow fp16, so the factor is
+applied before rounding. A single rank has no packs and multiplies each gradient:
 
     + %scaled    gradient  f32[4]    aten.mul.Tensor(%sum_1, %factor)  fc.bias
 
-If the loss has a count, its %share is multiplied by the factor instead.
+If the loss has a count (`weigh_gradients.py`), the factor multiplies %share instead of the gradients.
 """
 
 from __future__ import annotations

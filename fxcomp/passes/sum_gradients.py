@@ -5,8 +5,8 @@
     + %sum_1        compute   f32[4]  aten.sum.dim_IntList(%mul_1, [0])     fc.bias
     + %summed       gradient  f32[4]  aten.add_.Tensor(%sum_fc_bias, %sum_1)  fc.bias
 
-Sums are at least fp32 and precede all other use of gradients. The caller resets them to zero after a group. A narrower
-gradient is cast back from its sum.
+Sums are at least fp32 and precede all other use of gradients. The caller resets them to zero after a group. The sum of
+narrower gradients is cast back to their type.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _thread_state(gm: GraphModule, compress: Node, compressor: Compressor) -> No
 
 
 def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
-    """Insert `keep`: the payloads, or the old state where they are not finite."""
+    """Insert `keep`. It returns the payloads, or the old state where payloads are not finite."""
     payloads, known = decompress.args[0], info(decompress)
     label = NodeInfo(Role.KEEP, bucket=known.bucket, stage=known.stage, slot=known.slot)
     with gm.graph.inserting_before(decompress):
@@ -99,7 +99,7 @@ def _keep(gm: GraphModule, decompress: Node, state: Node) -> Node:
 
 
 def _of(gm: GraphModule, compress: Node, role: Role) -> list[Node]:
-    """Return the lines of `role` for the compression of `compress`."""
+    """Return the lines that have `role` and the bucket and slot of `compress`."""
     mine = info(compress).bucket, info(compress).slot
     nodes = [node for node in gm.graph.nodes if node.op == "call_function" and info(node).role is role]
     return [node for node in nodes if (info(node).bucket, info(node).slot) == mine]

@@ -47,8 +47,8 @@ def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gau
     """Return the relative squared error of a strategy, by default on Gaussian gradients.
 
     Gradients are assumed to be orthogonal between ranks: averaging keeps the relative error, and a second compression
-    adds its own. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2). Errors
-    measured on gradients (`ErrorTable.error_of`) are also used for their sums.
+    adds a second error. Unbiased errors combine to (1 + e1) (1 + e2) - 1, biased ones to 1 - (1 - e1) (1 - e2). Errors
+    measured on gradients (`ErrorTable.error_of`) are also used for sums of gradients.
     """
     return float(strategy_errors(strategy, cluster, error_of))
 
@@ -56,7 +56,7 @@ def strategy_error(strategy: Strategy, cluster: Cluster, error_of: ErrorOf = gau
 def strategy_errors(strategy: Strategy, cluster: Cluster, errors_of: Callable[[Compressor, int], Any]) -> Any:
     """Return a strategy's errors on many gradients; `errors_of` returns an array.
 
-    Biased errors may exceed 1 in a table. The excess is added.
+    Biased errors may exceed 1 in a table. The excess over 1 is added to the result.
     """
     kept: Any = 1.0
     grown: Any = 1.0
@@ -80,8 +80,8 @@ def _ranks_missing(held: Standing, cluster: Cluster) -> int:
 def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> float:
     """Return the relative squared error of the whole gradient.
 
-    A gradient's weight is its sum of squares in the table, which its parts share by elements. Without a table all
-    elements have equal weight.
+    A gradient's weight is the gradient's sum of squares in the table. Parts share it by number of
+    elements. With an empty table all elements have equal weight.
     """
     if not table.rows:
         elements = sum(bucket.elements for bucket in plan.buckets)
@@ -98,7 +98,7 @@ def plan_error(plan: Plan, cluster: Cluster, table: ErrorTable = ASSUMED) -> flo
 
 
 def polluting_share(plan: Plan, cluster: Cluster) -> float:
-    """Return the fraction of elements that exchange gradients with bursty strategies."""
+    """Return the fraction of elements that exchange gradients with bursty strategies (`is_bursty`)."""
     elements = sum(bucket.elements for bucket in plan.buckets)
     at_gradients = [bucket for bucket in plan.buckets if bucket.at is ExchangePoint.GRADIENT]
     bursts = sum(bucket.elements for bucket in at_gradients if is_bursty(bucket.strategy, cluster))
@@ -128,7 +128,7 @@ class ErrorBudget:
     """Error limit of a plan."""
 
     text: str
-    """Number, mode's name, or uniform setting."""
+    """Number, name of a mode, or one setting for all gradients, as in `like`."""
 
     @classmethod
     def parse(cls, text: str) -> ErrorBudget:

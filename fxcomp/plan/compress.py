@@ -57,7 +57,7 @@ class Warmup:
         return bool(self.dense_steps or self.int8_steps or self.int4_steps)
 
     def stages(self, plan: Plan, begins: int = 0) -> dict[int, Plan]:
-        """Return the plan of each stage, keyed by the stage's first step, from `begins` on; `plan` comes last."""
+        """Return the plan of each stage, keyed by first step. The first stage starts at `begins`; `plan` is last."""
         plans: list[tuple[Plan, int]] = []
         if not plan.is_dense or plan.moves_exchange:
             plans = [(_dense(plan), self.dense_steps)]
@@ -87,7 +87,7 @@ def with_gradients_in_int8(plan: Plan) -> Plan:
 
 
 def _by(compressor: Compressor, plan: Plan) -> Plan:
-    """Return a plan that exchanges gradients, with every compressor except casts replaced. Raise BadOption."""
+    """Return a plan that exchanges gradients, and has `compressor` in place of all but casts. Raise BadOption."""
 
     def one_step(step: Any) -> Any:
         before = getattr(step, "compressor", None)
@@ -113,7 +113,7 @@ class Compress:
 
     `within` bounds the error: a mode (`lossless`, `balanced`, `aggressive`, `lossy`), a relative squared error of the
     whole gradient (`0.05`), or `like("topk(0.01)")`, the error of that setting applied everywhere. A mode allows
-    its own compressors, the other two allow all.
+    its own compressors, a number or `like` allows all.
 
     `plan` replaces the choice: a compressor for all matrices (`"int8"`; biases and norms stay dense), a strategy's
     text, a saved plan's path, or a `Plan`.
@@ -130,7 +130,7 @@ class Compress:
     `steps` steps ends sooner.
 
     `steps` is the job's number of steps. If momenta are exchanged without a `warmup`, the first fifth exchanges
-    gradients in int4. Reports show the job's bytes and time.
+    gradients in int4.
 
     `sums` is `network` or `ranks`. With `ranks`, for `lossless` or a plan of exact strategies, every mean is a sum in
     the order of the ranks, so its bits do not depend on buckets or on the library's algorithm. Plans then do not race.
@@ -220,7 +220,7 @@ class Compress:
 
     @classmethod
     def parse(cls, text: str) -> Compress:
-        """Parse a command line's text, also a number or `like(topk(0.01))`. Raise as `of` does."""
+        """Parse a command line's text: a value of `compress=`, `0.05` or `like(topk(0.01))`. Raise as `of` does."""
         text = text.strip()
         if text.startswith("like(") and text.endswith(")"):
             return cls(within=like(text.removeprefix("like(")[:-1]))
@@ -231,7 +231,10 @@ class Compress:
         return cls(within=number)
 
     def check_is_of_gradients(self, whose: str) -> None:
-        """Raise BadOption for options that need whole steps or the optimizer; `whose` completes the message."""
+        """Raise BadOption for options that need whole steps or the optimizer.
+
+        `whose` ends the message: "which torch.compile leaves yours".
+        """
         if self.feedback.scale_with_lr:
             raise _needs_whole_steps("ErrorFeedback.scale_with_lr needs the optimizer", whose)
         if self.warmup:
@@ -286,7 +289,7 @@ class Compress:
 
     @property
     def offered(self) -> tuple[Compressor, ...]:
-        """Compressors whose prices are needed; bf16 is always compared."""
+        """Compressors whose costs the search needs, always including bf16."""
         candidates = compressors_of(self.mode) if self.budget is None else LADDER_COMPRESSORS
         at_momenta = MOMENTUM_COMPRESSORS if self.chooses_point else ()
         return tuple(dict.fromkeys((BF16(), *candidates, *at_momenta, *self.pinned.compressors)))

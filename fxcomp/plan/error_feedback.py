@@ -33,7 +33,7 @@ class UpdateKind(Enum):
     TRUST_RATIO = "divided by a mean of the gradient's magnitude, and scaled by a ratio of norms"  # LAMB
     OTHER = "not linear in the gradient"  # signs, LARS: not measured
 
-    __hash__ = object.__hash__  # Enum's own runs in Python
+    __hash__ = object.__hash__
 
     @property
     def is_linear(self) -> bool:
@@ -50,8 +50,8 @@ BURST_SHARES = {
 """Fraction of all elements that may arrive in bursts while the loss stays within 1 % of the dense loss.
 
 Each entry is the largest measured fraction (1 % top-k, docs/error_budget.md) with which every seed of both tasks stays
-within 1 %. Linear updates are not limited here, because the error budget covers their delay, which fades: with
-momentum the char-LM exceeded 1 % at 0.17 after 500 steps, and lost 0.1 % at 0.15 after 2,000 steps (AdamW: 1.1 %).
+within 1 %. Linear updates are not limited here, because the delay of their errors matters less in longer jobs: with
+momentum the char-LM lost over 1 % at a fraction of 0.17 in 500 steps, but 0.1 % at 0.15 in 2,000 (AdamW: 1.1 %).
 """
 
 
@@ -74,7 +74,8 @@ class ErrorFeedback:
 
     `everywhere`: also for compressors with optional feedback, such as bf16 and int8, at the cost of one more pass.
 
-    `off`: no feedback. `allow_diverging`: accept plans that `check_plan` rejects. Both need a given plan.
+    `off`: no feedback. `allow_diverging`: accept plans that `check_plan` rejects. These two need a given
+    plan.
     """
 
     scale_with_lr: bool = False
@@ -116,7 +117,7 @@ def check_is_feedback(options: object) -> None:
 
 
 def check_experiment(options: ErrorFeedback, *, planned: bool) -> None:
-    """Raise BadOption for experimental options without a given plan."""
+    """Raise BadOption if `off` or `allow_diverging` is set without a given plan."""
     for name in ("off", "allow_diverging"):
         if getattr(options, name) and not planned:
             raise BadOption(
@@ -178,7 +179,7 @@ def check_plan(
 
 
 def _compressors(plan: Plan, shapes: Mapping[str, Sequence[int]], cluster: Cluster) -> Iterator[Compressor]:
-    """Yield compressors bound to the ranks, because feedback may depend on their number."""
+    """Yield compressors bound to the ranks, because feedback may depend on the number of ranks."""
     for bucket in plan.buckets:
         route = route_of(bucket.strategy, bucket.shapes(shapes), cluster)
         yield from (leg.compressor for leg in route.slots)

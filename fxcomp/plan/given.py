@@ -66,7 +66,7 @@ def check_names_compressor(plan: str) -> None:
 
 
 def asked_plan(plan: GivenPlan | None) -> str | None:
-    """Return the text that ranks compare before they read a plan file."""
+    """Return the text that ranks compare before they read a plan file; None without a plan."""
     if plan is None:
         return None
     if isinstance(plan, Plan) or is_path(plan):

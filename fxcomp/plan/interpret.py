@@ -8,7 +8,7 @@
 State of a rank:
 
     summed      axes of the cluster along which gradients have been added
-    splits      collectives that cut the bucket, innermost last, so that a rank holds a shard, or the root everything
+    splits      collectives, in order, after which each rank holds a shard or only the root holds all values
     compressor  encoding of the values; None if dense
 
 A strategy is legal if every step fits the state before it (`misfit`) and every rank ends with the dense mean, or with
@@ -124,7 +124,7 @@ class Standing:
     """State of a bucket between two steps."""
 
     summed: frozenset[Axis] = frozenset()
-    """Axes over which values are summed, or payloads are gathered that decode to the sum."""
+    """Axes over which values are summed. A gather of payloads counts, because decompression adds them."""
     splits: tuple[Collective, ...] = ()
     compressor: Compressor | None = None
     has_traveled: bool = False
@@ -228,7 +228,7 @@ COLLECTIVES = tuple(
 
 
 def travels_whole(compressor: Compressor) -> bool:
-    """Return whether all_reduce is the only collective for these payloads."""
+    """Return whether only an all_reduce can send the compressor's payloads."""
     facts = compressor.facts
     return (
         facts.needs_whole_parameters

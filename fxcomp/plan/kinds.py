@@ -31,7 +31,7 @@ POOL = (Stream.CPU, Stream.CPU_ARRIVING)
 
 
 def wire_of(level: Level, hosts: int) -> Stream:
-    """Return a collective's stream: INTER if it joins ranks of several hosts."""
+    """Return a collective's stream: INTER if ranks of several hosts take part, else INTRA."""
     return Stream.INTRA if level is Level.INTRA or hosts == 1 else Stream.INTER
 
 
@@ -50,7 +50,7 @@ class ElementType(StrEnum):
 
     @classmethod
     def of(cls, dtype: torch.dtype, mean: torch.dtype | None = None) -> ElementType:
-        """Return the type of gradients of `dtype`, whose mean has type `mean` if that is another one."""
+        """Return the type of gradients of `dtype` with a mean of dtype `mean`, by default also `dtype`."""
         return _BY_DTYPE[dtype] if mean in (None, dtype) else _EXACT[dtype]
 
     @property
@@ -114,7 +114,7 @@ class CollectiveKind(Enum):
 
     @property
     def deals(self) -> bool:
-        """True if every rank's tensor is distributed to all ranks."""
+        """True if every rank sends one part of a tensor to each rank."""
         return self in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 
     @property
@@ -124,7 +124,7 @@ class CollectiveKind(Enum):
 
     @property
     def is_rooted(self) -> bool:
-        """True if only the root holds all values before or after."""
+        """True if only the root holds all values before or after the collective."""
         return self in (CollectiveKind.REDUCE, CollectiveKind.GATHER, CollectiveKind.BROADCAST)
 
     @property
@@ -154,10 +154,10 @@ _JOINED_BY = {
 }
 
 IN_STEPS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL)
-"""Collectives of most plans, required of every backend. They are measured while compiling, all_to_all only if its time
-does not follow from all_gather's.
+"""Collectives of most plans, required of every backend. They are measured while compiling, except all_to_all if its
+time follows from all_gather's.
 """
 
 
 ATTENTION, CUDNN_ATTENTION = "attention", "cudnn attention"
-"""Kernels with their own peak throughput, named with the element type: `bf16 attention`."""
+"""Suffixes of element types in the names of peak throughputs, as in `bf16 attention`."""

@@ -32,7 +32,7 @@ Piece = range
 
 @lru_cache(maxsize=1024)
 def shards(edges: tuple[int, ...], piece: Piece, ranks: int, grain: int) -> list[Piece]:
-    """Cut a piece into one shard per rank. `edges` holds 0 and the parameters' ends."""
+    """Cut a piece into one shard per rank. `edges` holds 0 and the parameters' ends; for `grain` see `cut_points`."""
     borders = cut_points(segments_of(edges, piece), ranks, grain)
     return [range(piece.start + a, piece.start + b) for a, b in pairwise(borders)]
 
@@ -116,7 +116,7 @@ class Encode:
     segments: tuple[tuple[int, ...], ...]
     unit: Unit
     place: int
-    """Index of the rank among ranks that compress different values of the same elements."""
+    """Index of this rank among the ranks that compress the same elements, with different values."""
     is_proposal: bool = False
 
     @property
@@ -136,7 +136,7 @@ class Send:
     level: Level
     cut: Cut
     place: int
-    """Rank in the process group."""
+    """Index of this rank in the process group."""
     ranks: int
     """Group size; a group of one sends nothing."""
     itemsize: int
@@ -150,7 +150,7 @@ class Send:
         return self.cut if isinstance(self.cut, tuple) else ()
 
     def works_on(self, held: int) -> int:
-        """Return the bytes that determine the price: `held`, or the largest of unequal joined parts."""
+        """Return the bytes that determine the price: the largest part if unequal parts are joined, else `held`."""
         return max(self.parts) * self.itemsize if self.is_priced_by_largest else held
 
     @property
@@ -169,7 +169,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Reordering of `outer` rows, each with parts of these sizes: part 0 of all rows first, then part 1, ..."""
+    """Reordering of `outer` rows, each with parts of `sizes` elements: part 0 of all rows first, then part 1, ..."""
 
     outer: int
     sizes: tuple[int, ...]

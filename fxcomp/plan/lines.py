@@ -36,7 +36,7 @@ class LineKind(Enum):
     SEND = "send"
     DECOMPRESS = "decompress"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python
+    __hash__ = object.__hash__
 
 
 class BucketLine(NamedTuple):

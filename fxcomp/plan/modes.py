@@ -43,7 +43,7 @@ class Content(Enum):
     VECTORS = "vectors"
     MIXED = "both"
 
-    __hash__ = object.__hash__  # Enum's own runs in Python
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def strategies_within(
 ) -> tuple[Strategy, ...]:
     """Return a bucket's strategies under an error limit.
 
-    If `limit` is at most balanced mode's, vectors get only that mode's candidates.
+    Up to balanced mode's limit, vectors get only balanced mode's candidates.
     """
     is_gentle = limit <= error_limit(Mode.BALANCED)
     entries = [entry for entry in _LADDER if not is_gentle or _is_for(entry, content)] if limit > 0 else []
@@ -213,7 +213,7 @@ def _is_no_shorter(strategy: Strategy, element_type: ElementType) -> bool:
 
 
 def in_rank_order(plan: Plan, cluster: Cluster) -> Plan:
-    """Replace the plan's strategies by exact ones, whose sums all ranks compute in the order of the ranks.
+    """Replace the plan's strategies by exact strategies, which add values in the order of the ranks.
 
     Raises BadPlan for fp64 gradients.
     """

@@ -3,7 +3,7 @@
     {"*": "int8", "*.embedding.weight": "dense", "lm_head.*": "bf16"}
 
 Patterns match whole names of `model.named_parameters()` like shell patterns: `*` matches any text, also dots. A name
-always matches itself. See docs/decisions/0031-one-argument-says-how-gradients-travel.md.
+always matches itself.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Pins:
     def check_names(self, trained: Mapping[str, bool], shared: Mapping[str, str] | None = None) -> None:
         """Raise BadOption for a pattern without effect.
 
-        `trained` maps parameters to `requires_grad`, `shared` every name of a tensor to its first name.
+        `trained` maps parameters to `requires_grad`, `shared` maps every name of a tensor to the first name.
         """
         for rule in self.rules:
             matched = [name for name in trained if rule.matches(name)]
@@ -158,7 +158,7 @@ class Pins:
                 )
 
     def _check_shared(self, rule: Rule, name: str, first: str, *, is_alone: bool) -> None:
-        """Raise BadOption if a rule matches a tensor's second name but does not decide its strategy."""
+        """Raise BadOption if a rule matches a tensor's second name but does not decide the tensor's strategy."""
         if not rule.matches(name) or rule.matches(first):
             return
         decides = self.rule_for(first)

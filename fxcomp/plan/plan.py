@@ -56,7 +56,7 @@ class Bucket:
                 )
 
     def holds(self, kind: ElementType) -> bool:
-        """Return whether gradients of a type fit. A dense bucket of casts takes all fp32 gradients."""
+        """Return whether gradients of a type fit. A dense bucket of casts also takes uncast fp32 gradients."""
         is_dense_f32 = self.element_type.dtype is kind.dtype and self.strategy.is_dense
         return kind is self.element_type or (is_dense_f32 and kind is ElementType.F32)
 
@@ -178,9 +178,10 @@ class Plan:
         return bool(self.moved)
 
     def at_momenta(self, staying: Collection[str] = ()) -> Plan:
-        """Return the plan that exchanges momenta in compressed buckets and in buckets that share a parameter with them.
+        """Return the plan that exchanges momenta in compressed buckets.
 
-        Parameters in `staying` keep exchanging gradients, unless they share a bucket with a moved parameter.
+        Buckets that share a parameter with a compressed bucket do too. Parameters in `staying` keep exchanging
+        gradients, unless they share a bucket with a moved parameter.
         """
         compressed = {n for b in self.buckets if not b.strategy.is_dense for n in b.names}
         moved = {*self.moved, *(compressed - set(staying))}
@@ -210,8 +211,8 @@ class Plan:
 
         Region k is the compute up to the last gradient of bucket k. After region k, stage 0 of bucket k starts, then
         stage 1 of bucket k-1, and so on, so that each collective overlaps one region. The remaining stages follow the
-        last region. The stage after the last collective is included only if the pool runs it, because the main thread
-        would wait.
+        last region. The stage after the last collective is included only if the pool runs it: on the main thread it
+        would delay compute.
         """
         return launch_order(tuple(bucket.strategy.started_stages for bucket in self.buckets))
 
@@ -345,7 +346,7 @@ def _check_parts(name: str, parts: Sequence[range]) -> None:
 
 
 def _is_even(held: Standing, step: Collective, cluster: Cluster) -> bool:
-    """Return whether the sizes of hosts and racks allow a collective."""
+    """Return whether a collective can run with the sizes of the cluster's hosts and racks."""
     match step.level:
         case Level.WORLD:
             return True

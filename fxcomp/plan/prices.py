@@ -1,4 +1,4 @@
-"""Interface of cost tables, and the sizes that they price."""
+"""Interface of cost tables, and the sizes that cost tables price."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxcomp.plan.strategy import Device
 
 @dataclass(frozen=True, slots=True)
 class CollectivePrice:
-    """Time of a collective alone, in µs, and its interaction with compute."""
+    """Time of a collective without compute, in µs, and parameters of overlap."""
 
     us: float
     load: float = 0.0
-    """Processors used."""
+    """Mean number of processors taken from compute."""
     overlap_speed: float = 1.0
-    """Speed while compute leaves no processor free; 1 is the speed alone."""
+    """Speed during compute / speed alone, if compute leaves no processor free."""
 
 
 class Prices(Protocol):

@@ -10,8 +10,8 @@
     Decode   slot 1, pieces [0, 25) [25, 50) [50, 75) [75, 100)
 
 Legs are lowered to nodes and priced. A *slot* is one compression of the bucket, with its own residual and state. A
-*piece* is a range of the bucket's values that is compressed separately. Packing scales values such that the result is
-the mean, because decoding averages payloads and the network only adds.
+*piece* is a range of the bucket's values that is compressed separately. Decoding averages payloads, but the network
+only adds: packing scales values such that the result is the mean.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def route_of(
 
 @dataclass(frozen=True, slots=True)
 class _RouteRow:
-    """Dimension of the payload layout: a split's pieces, or several ranks' payloads for one piece."""
+    """Dimension of the payload layout: pieces of `split`, or ranks' payloads for one piece if `split` is None."""
 
     split: Collective | None
     count: int
@@ -105,7 +105,7 @@ class _Walk:
         return Route(self.scale, whole, tuple(map(tuple, stages)), self.element_type)
 
     def _counts(self) -> dict[Collective, int]:
-        """Return each collective's group size; after a rooted collective, that group is the root's."""
+        """Return the group size of each collective. After a rooted collective, use the root's groups."""
         counts: dict[Collective, int] = {}
         at = self.rank
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -116,7 +116,7 @@ class _Walk:
         return counts
 
     def _scale(self) -> Fraction:
-        """Return the packing factor with which the result is the mean."""
+        """Return the factor that scales packed values so that the result is the mean."""
         payloads = 1
         piled = 1
         for held, step in zip(self.held, self.strategy.steps, strict=False):
@@ -145,7 +145,7 @@ class _Walk:
     # Compressing
 
     def _dealt_later(self, number: int) -> list[Collective]:
-        """Return the collectives that split a payload before it is decoded: each part must be a separate payload."""
+        """Return the collectives that split a payload before decoding. Each part must be a separate payload."""
         found: list[Collective] = []
         for step in self.strategy.steps[number + 1 :]:
             if isinstance(step, Decompress):

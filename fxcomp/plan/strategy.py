@@ -37,9 +37,9 @@ from fxcomp.plan.kinds import CollectiveKind
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """Levels of a hierarchical strategy: dense sums over `inner`, innermost first, then `outermost`.
+    """Levels of a strategy that sums densely over `inner`, innermost first, then exchanges sums over `outermost`.
 
-    `rooted`: the first rank of each inner group gets the whole sum, as uneven hosts need.
+    If `rooted`, the first rank of each inner group gets the whole sum, because shards of uneven hosts do not match.
     """
 
     inner: tuple[Level, ...]
@@ -65,7 +65,7 @@ RACKS = ByLevel((Level.INTRA, Level.RACK), Level.RACKS)
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The `steps` of one bucket."""
+    """Compressions and collectives for one bucket, in order."""
 
     steps: tuple[Step, ...]
     ends_as_shards: bool = False
@@ -99,12 +99,12 @@ class Strategy:
 
     @property
     def keeps_values(self) -> bool:
-        """True if values are sent without error: dense, or as 16-bit values before their cast."""
+        """True if no compressor adds an error: the strategy is dense, or all its compressors are exact."""
         return all(compressor.facts.is_exact for compressor in self.compressors)
 
     @property
     def adds_in_rank_order(self) -> bool:
-        """True if ranks add values themselves, in the order of the ranks, not the network."""
+        """True if the ranks add exact values in rank order, and no collective adds values."""
         return not self.is_dense and self.keeps_values and not any(each.kind.sums for each in self.collectives)
 
     @property
@@ -182,7 +182,7 @@ class Strategy:
     def flat(
         cls, compressor: Compressor | None, device: Device = Device.GPU, *, level: Level = Level.WORLD
     ) -> Strategy:
-        """Return a strategy that reduces over all ranks at once."""
+        """Return a strategy that reduces over all ranks of `level` at once."""
         return cls(_one_shot(compressor, device, level))
 
     @classmethod
@@ -200,7 +200,7 @@ class Strategy:
     ) -> Strategy:
         """Return a strategy that reduces shards, compressed by `first`, then gathers them, compressed by `second`.
 
-        With levels, shots are between hosts, sums inside a host are dense, and hosts forward the second payloads.
+        Inner levels of `by` are summed densely before the first shot. They gather the second shot's payloads undecoded.
         """
         deal = Collective(CollectiveKind.REDUCE_SCATTER if first is None else CollectiveKind.ALL_TO_ALL, by.outermost)
         share = [Collective(CollectiveKind.ALL_GATHER, by.outermost), *by.joins]
@@ -218,7 +218,7 @@ class Strategy:
 
 
 def _levels_along(axes: frozenset[Axis]) -> list[Level]:
-    """Return one level that spans these axes, else one for each axis."""
+    """Return the level that spans all `axes`, or, if there is none, one level per axis."""
     whole = [level for level in Level if level.axes == axes]
     return whole or [level for level in Level if len(level.axes) == 1 and level.axes <= axes]
 
@@ -247,7 +247,7 @@ def _is_retuned(before: Step, after: Step) -> bool:
 
 
 def _lines_of(compressor: Compressor) -> tuple[object, ...]:
-    """Return the properties that determine emitted code and per-rank state."""
+    """Return the properties of a compressor that determine emitted code and per-rank state."""
     return (
         compressor.grain,
         compressor.feedback,

@@ -10,12 +10,12 @@ SAMPLED = "sampled"
 NEVER = "never"
 
 OFTEN = 500
-"""Largest interval of the sample, in steps: an eager step takes as long as two or three compiled steps."""
+"""Maximum steps between samples. Samples are rare, because an eager step takes as long as 2 or 3 compiled steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedSteps:
-    """Verified steps of a job, counted from 0; equal on every rank."""
+    """Steps of a job, numbered from 0, that are compared with eager PyTorch. The set is equal on all ranks."""
 
     every: int | None = 0
     """Interval in steps; 0 for no steps, None for a sample that thins out to one step in `OFTEN`."""
@@ -47,7 +47,7 @@ class VerifiedSteps:
 
     @property
     def is_sampled(self) -> bool:
-        """True if steps after new captures are verified too."""
+        """True for the sample, to which a step after each new capture is added."""
         return self.every is None
 
     @property

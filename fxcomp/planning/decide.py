@@ -1,8 +1,8 @@
 """Choose a plan: rank 0 decides by measured costs of the job's steps, and all ranks follow.
 
-first          at once if costs are given or known from an earlier job; otherwise dense, to be timed
-after_steps    by the first training steps, which were timed
-again          by the current links
+first          by costs that are given, cached or measured; or dense, so that steps can be timed
+after_steps    by the times of the first training steps
+again          by new measurements of the links
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fxcomp.search.workload import Workload
 from fxcomp.site import Site
 
 SMALLEST_ERROR = 0.05
-"""Lower bound on the relative prediction error: the median over models, links and plans (docs/costs.md)."""
+"""Lower bound on the relative error of predicted times: the median over models, links and plans (docs/costs.md)."""
 
 LARGEST_ERROR = 0.5
 
@@ -65,10 +65,10 @@ def is_alike(us: float, other_us: float) -> bool:
 
 
 def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
-    """Add the measured costs of dense steps on the slowest rank to a table.
+    """Add the slowest rank's costs of dense steps to a table.
 
-    Every rank calls it with its HELD and OVERLAPPED steps, and `feed_us`, the time before a step's program. Operators
-    are assumed to have the same share of compute on all ranks.
+    Every rank passes its HELD and OVERLAPPED steps. `feed_us` is the host time before a step's program, in µs.
+    Each operator's share of compute is assumed equal on all ranks.
     """
     ranks, program = site.ranks, steps[0].program
     by_way = {way: [step for step in steps if step.way is way] for way in Way}
@@ -119,15 +119,16 @@ class Planner:
     compiler: Compiler
     graph: GraphModule
     bursts: float = 1.0
-    """Maximum fraction of elements that may arrive rarely, and then with a large value."""
+    """Maximum fraction of elements that error feedback may send in bursts: rarely, then with a large value."""
     kinds: Collection[UpdateKind] = ()
-    """Kinds of all updates, if known."""
+    """Kinds of the optimizer's updates; empty if unknown."""
     earlier: EarlierJobs = field(default_factory=EarlierJobs)
 
     def first(self, costs: CostTable | None, *, is_whole: bool = False) -> Decision:
-        """Choose a plan by given or measured costs, or return the dense plan provisionally.
+        """Return the given plan, or choose a plan by given or measured costs.
 
-        If the step includes its optimizer (`is_whole`) and plans may race, start with an earlier job's costs, or dense.
+        If no costs are given, the step includes its optimizer (`is_whole`) and plans may race, choose by an earlier
+        job's costs. Without an earlier job, return the dense plan provisionally.
         Raises BadPlan or BadOption if a given plan or pins do not fit.
         """
         compress = self.options.compress
@@ -149,7 +150,7 @@ class Planner:
         return replace(found, is_remembered=is_remembered)
 
     def after_steps(self, steps: Sequence[TimedStep], feed_us: float) -> Decision:
-        """Choose by timed dense steps, and `feed_us` before a step's program. Every rank calls it.
+        """Choose by timed dense steps. `feed_us` is the host time before a step's program, in µs. Every rank calls it.
 
         If a rank could not time its steps, `steps` is empty on all ranks, and machine and link costs decide.
         """
@@ -166,7 +167,7 @@ class Planner:
             return self._best(workload, costs, topic)
 
     def dense(self) -> Decision:
-        """Return the dense plan under assumed costs, equal on all ranks, until steps are timed."""
+        """Return the dense plan, provisionally. The assumed costs are equal on all ranks."""
         costs = CostTable()
         workload = self.compiler.analyze(self.graph, costs)
         plan = uniform("dense", workload, costs, self.site.cluster)
@@ -213,9 +214,9 @@ class Planner:
         return is_alike(told_us, took_us)
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
-        """Measure the links again, and choose by them and by the errors of this job's gradients.
+        """Measure the links again. Choose by the new costs and by `errors` of this job's gradients.
 
-        Without earlier measurements, as under a saved plan, everything is measured.
+        If `costs` lacks compressors, as under a saved plan, the machine is measured too.
         """
         ranks = self.site.ranks
         costs = with_links_of_now(costs, self.site) if costs.compressors else self._gathered()
@@ -231,7 +232,7 @@ class Planner:
         return Terms.of(self.options.compress, self.bursts)
 
     def _best(self, workload: Workload, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
-        """Choose on rank 0 for all ranks, and on the first of several sibling groups for all groups."""
+        """Choose on rank 0 for all ranks. If there are sibling groups, the first group chooses for all groups."""
         cluster, terms = self.site.cluster, self.terms.by(errors)
 
         def decide() -> dict[str, Any]:
@@ -253,7 +254,7 @@ class Planner:
         return Decision(choice.plan, agreed, work, choice, notes=notes)
 
     def _as_told(self, plan: GivenPlan | None, workload: Workload, costs: CostTable) -> Decision:
-        """Follow a given plan. A saved plan may exist only on rank 0's machine."""
+        """Follow the given plan as rank 0 reads it. Raises ReplicasDiffer if another rank has a different plan."""
         ranks, cluster = self.site.ranks, self.site.cluster
         if plan is None or cluster.world_size == 1:
             notes = ("one rank: nothing to communicate", *foreign_note(costs.hardware, self.site.device))
@@ -277,7 +278,7 @@ class Planner:
 
 
 def with_ordered_sums(chosen: Choice, workload: Workload, costs: CostTable, cluster: Cluster) -> Choice:
-    """Keep the buckets of the fastest dense plan, with sums in the order of the ranks."""
+    """Choose the fastest dense plan's buckets, with exact strategies that add in rank order."""
     plan = in_rank_order(chosen.dense, cluster)
     step_us = predict_us(workload, plan, costs, cluster)
     return replace(chosen, plan=plan, step_us=step_us, alternatives=(), runners=())
@@ -299,7 +300,7 @@ def plan_as_given(
     cluster: Cluster,
     at: ExchangePoint = ExchangePoint.GRADIENT,
 ) -> Plan:
-    """Build the user's plan. Raises BadPlan, also if a rank would end with a shard."""
+    """Build the user's plan. Raises BadPlan, or BadStrategy if a rank would end with a shard."""
     made = _made_as_given(plan, workload, costs, cluster)
     return made if at is ExchangePoint.GRADIENT else made.at_momenta()
 
@@ -316,7 +317,7 @@ def _made_as_given(plan: GivenPlan, workload: Workload, costs: CostTable, cluste
 
 
 def costs_as_given(costs: GivenCosts | None, ranks: Ranks) -> CostTable | None:
-    """Read the user's costs, if any. A saved table may exist only on rank 0's machine."""
+    """Return the user's costs, if any. Rank 0 reads a saved table, because others may lack the file."""
     if isinstance(costs, str | Path):
         path = costs
         costs = CostTable.from_json(ranks.from_rank_0("the costs", lambda: CostTable.read(path).to_json()))

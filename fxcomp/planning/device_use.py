@@ -23,7 +23,7 @@ from fxcomp.report.device import DeviceUse, StepOnDevice
 _ELSEWHERE = (Role.COLLECTIVE, Role.WAIT, Role.EXCHANGE)
 
 WORTH_SAYING = 0.05
-"""Minimum fraction of the kernels' time that an advised setting saves."""
+"""A setting is advised if it saves more than this fraction of the kernels' time."""
 
 
 @compat.outside_function_modes()
@@ -84,7 +84,7 @@ def _attention(listed: Sequence[Kernel]) -> dict[str, int]:
 
 
 def _advice(listed: Sequence[Kernel], preset: Preset) -> list[str]:
-    """Return advice on settings that speed up matrix products, by the device's peak rates."""
+    """Return advice on settings that speed up matrix products, estimated from the device's peak rates."""
     roofline = preset.roofline
 
     def us(instead: Mapping[str, str]) -> float:

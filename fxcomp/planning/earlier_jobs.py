@@ -39,7 +39,7 @@ class EarlierJobs:
     path: Path | None = None
 
     def find(self, facts: Sequence[str], ranks: Ranks) -> CostTable | None:
-        """Return an earlier job's costs of the step from rank 0's file, or None. Every rank calls it."""
+        """Return an earlier job's costs of the step from rank 0's file; None without a file. Every rank calls it."""
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
         path = self.path = compat.cache_directory() / "jobs" / f"{key}.json"
 
@@ -55,7 +55,7 @@ class EarlierJobs:
         return replace(known, compute={key: replace(found, source=source) for key, found in known.compute.items()})
 
     def keep(self, costs: Mapping[str, Any]) -> None:
-        """Write a cost table, given as JSON, if possible."""
+        """Write a cost table, given as JSON data. File errors are ignored."""
         assert self.path is not None, "the step was looked for first"
         try:
             compat.write_atomically(self.path, json.dumps({**costs, "date": date.today().isoformat()}))

@@ -30,7 +30,10 @@ from fxcomp.search.shared_draws import in_draws
 from fxcomp.search.workload import Workload
 
 LEAST_STEPS = 3000
-"""Minimum steps of a job: a char-LM of 500 steps ended 2 to 9 % above dense's loss (docs/where_the_mean_stands.md)."""
+"""Minimum steps of a job that exchanges momenta.
+
+After 500 steps a char-LM was 2 to 9 % above the dense loss (docs/where_the_mean_stands.md).
+"""
 
 Analyze = Callable[[Collection[str]], Workload]
 """Returns the workload of a step that exchanges the momenta of some parameters; raises Unsupported."""
@@ -45,7 +48,7 @@ class PointChooser:
     terms: Terms
 
     def choose(self, choice: Choice, workload: Workload, analyze: Analyze) -> tuple[Choice, Workload, tuple[str, ...]]:
-        """Return the choice, which exchanges momenta if faster, with its workload and notes for the report."""
+        """Return a choice, its workload and notes for the report. The choice exchanges momenta if that is faster."""
         if not self.options.compress.may_move or self.cluster.world_size == 1:
             return choice, workload, ()
         try:
@@ -65,7 +68,7 @@ class PointChooser:
         return replace(taken, runners=runners_at_momenta(plan, prices, dense_us)), prices.workload, ()
 
     def _movable(self, workload: Workload) -> list[str]:
-        """Return the parameters whose momenta may be exchanged. Raises BadOption."""
+        """Return the parameters whose momenta may be exchanged. Raises BadOption if there are none."""
         steps = self.options.compress.steps
         if not self.kinds:
             raise BadOption("this frontend does not see the optimizer, which fxcomp.compile_step does")
@@ -87,7 +90,7 @@ class PointChooser:
         return moved
 
     def _check(self, plan: Plan, workload: Workload) -> None:
-        """Raise the BadOption and BadPlan that compile_step would raise."""
+        """Raise BadOption or BadPlan if this plan may not exchange momenta."""
         if set(self.kinds) != {UpdateKind.SECOND_MOMENT}:
             raise BadOption("only under Adam's kind of update has a job kept dense's loss by momenta")
         if not plan.moves_exchange:
@@ -126,7 +129,7 @@ def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms)
 
 
 def runners_at_momenta(plan: Plan, prices: StepPrices, dense_us: Sequence[float]) -> tuple[Runner, ...]:
-    """Return the plan and its control, bf16 in the same buckets. Only plans of one exchange point can race."""
+    """Return two runners: the plan, and bf16 momenta in the same buckets. A race has only one exchange point."""
     ways = one_shot_ways(compressors.BF16(), prices.cluster, offload=prices.costs.offloads)
     controls = [
         plan.with_strategies([way if each.at is ExchangePoint.MOMENTUM else each.strategy for each in plan.buckets])

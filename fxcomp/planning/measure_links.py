@@ -1,4 +1,4 @@
-"""Time collectives on running process groups, and the processor time of their software."""
+"""Time collectives on running process groups, and measure the network software's processor time."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ SMALL_BYTES = 4096
 """Bytes of the largest collective whose processor time counts as the fixed cost."""
 
 LARGEST_FROM_DEVICE = 64 << 20
-"""Bytes of the largest collective timed between accelerators (gathers: `MOST_RECEIVED`). With 16 MiB, a dense step of
-513 MB was predicted to take 126 ms and took 305 (H100, NCCL's sockets, measured, 2026-11).
+"""Bytes of the largest collective timed between accelerators. `MOST_RECEIVED` limits gathers.
+
+With 16 MiB, a dense step of 513 MB was predicted to take 126 ms and took 305 ms (H100, NCCL's sockets, 2026-11).
 """
 
 LIVE_S = 3.0
@@ -45,7 +46,7 @@ def live_links(
     device: torch.device,
     beside: Beside = NOBODY,
 ) -> dict[str, Any]:
-    """Time collectives on the running process groups, in about `LIVE_S`, and return fields of a cost table.
+    """Time collectives on the running process groups for about `LIVE_S` seconds. Return fields of a cost table.
 
     If the network's software runs on compute's processors, also measure its processor time. Every rank takes part.
     """
@@ -94,7 +95,7 @@ class TimedCollectives:
         return self.slowest(passed)
 
     def trouble(self, kind: CollectiveKind) -> str | None:
-        """Return the backend's error if it lacks a collective, else None. Every rank calls it.
+        """Return the backend's error if the backend lacks a collective, else None. Every rank calls it.
 
         Errors of a collective that steps need are raised.
         """
@@ -110,7 +111,7 @@ class TimedCollectives:
         return statistics.median(self._launches_us) if self._launches_us else assumed
 
     def processor_times(self) -> dict[CollectiveKind, TransportCost]:
-        """Return the processor time of each collective: a fixed part, from small sizes, and a part per further MB."""
+        """Return the processor time of each collective, in µs: a fixed part and a part per MB sent."""
         times: dict[CollectiveKind, TransportCost] = {}
         ranks = len(self._transport.group("world", "main")[1])
         for kind, samples in self._processor_us.items():
@@ -154,7 +155,7 @@ class TimedCollectives:
         return functools.partial(transport.start, transfer)
 
     def _buffer(self, number: int, elements: int) -> Tensor:
-        """Return a cached buffer: allocating 64 MiB takes longer than sending it through memory."""
+        """Return a cached buffer, because allocating 64 MiB takes longer than sending 64 MiB within a host."""
         if number not in self._buffers or self._buffers[number].numel() < elements:
             self._buffers[number] = torch.zeros(elements, device=self._device)
         return self._buffers[number][:elements]

@@ -41,7 +41,7 @@ def machine_costs(compressors: Sequence[Compressor], device: torch.device) -> Co
 
 
 def costs_of_memory(device: torch.device) -> CostTable:
-    """Measure memory and its roofline, and return a table without compressors."""
+    """Measure memory and the device's roofline. Return a table without compressors."""
     pack, roofline = measure_memory(device)
     return CostTable(
         hardware=hardware(device),
@@ -58,9 +58,9 @@ def costs_of_memory(device: torch.device) -> CostTable:
 def compressor_costs(
     compressors: Sequence[Compressor], device: torch.device, threads: Sequence[int] = ()
 ) -> dict[str, CompressorCost]:
-    """Measure compressors on the device and in the host's pool; without a GPU both are the same.
+    """Measure compressors on the device and in the host's pool. Without a GPU, results are equal.
 
-    `threads` are the CPU thread budgets (default: the current one).
+    `threads` lists CPU thread counts to measure with (default: the current count).
     """
     found = measure_compressors(compressors, on=device) if device.type != "cpu" else {}
     for budget in dict.fromkeys(threads or [torch.get_num_threads()]):
@@ -106,7 +106,7 @@ def gathered_costs(site: Site, offered: Sequence[Compressor]) -> CostTable:
 
 
 def with_ranks(costs: CostTable, site: Site) -> CostTable:
-    """Add the processors shared by the machine's ranks, and measured links. All ranks and sibling groups take part."""
+    """Add the number of processors per rank, and measured links. All ranks and sibling groups take part."""
     processors = site.processors() if site.device.type == "cpu" else costs.processors
     links = _links(costs, processors, site) if site.ranks.fits_links else {}
     return replace(costs, processors=processors, **links)
@@ -115,7 +115,7 @@ def with_ranks(costs: CostTable, site: Site) -> CostTable:
 def with_links_of_now(costs: CostTable, site: Site) -> CostTable:
     """Measure the links again. Every rank takes part.
 
-    `launch_us` was measured in the step, where it is higher, and is kept.
+    `launch_us` stays as measured in the step, where launches take longer.
     """
     return replace(costs, **{**_links(costs, costs.processors, site), "launch_us": costs.launch_us})
 

@@ -1,6 +1,6 @@
 """Measure a machine and its links for `fxcomp calibrate`, in more detail than a compiling job can.
 
-Under a launcher all ranks measure at once, and rank 0's table is returned. A single process measures no links.
+Under a launcher all ranks measure at once, and rank 0's table is returned.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fxcomp.runtime.transport import Groups
 from fxcomp.site import Site
 
 LINKS_S = 8.0
-"""Time for all collectives, in s. A whole survey takes less than 30 s."""
+"""Time for all collectives, in s."""
 
 LARGEST_BYTES = 64 << 20
-"""Largest bucket to measure, limited by memory."""
+"""Bytes of the largest measured collective. Buffers must fit in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def survey(
 ) -> Survey:
     """Measure the machine, and the links if there is a process group. Every rank calls it with the same arguments.
 
-    `threads` are the CPU thread budgets for compressors (default: the current one).
+    `threads` lists CPU thread counts for compressors (default: the current count).
     """
     with Ranks.meeting(None, "survey") as ranks:
         found = _surveyed(ranks, compressors, threads, links_s, tell)

@@ -2,9 +2,9 @@
 
     OVERLAPPED    compute and the network slow each other
     HELD          collectives start at compute's first wait, so that compute and the network run separately
-    ONE_BY_ONE    held, and regions run operator by operator, to split their time
+    ONE_BY_ONE    as HELD, and each operator is timed
 
-Steps of all ways send the same bits and train equally.
+Steps send the same bits and train equally in all three ways.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Way(Enum):
 
 
 class HeldCollectives:
-    """A runtime that starts all pending collectives at the first wait, in line order."""
+    """A runtime whose waits start all pending collectives, in line order."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -168,7 +168,7 @@ def _dead_after(region: Region) -> dict[Node, list[Node]]:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """Median times of steps that ran in one way, in µs."""
+    """Median times, in µs, of steps that ran in the same `Way`."""
 
     step_us: float
     spread: float
@@ -177,18 +177,18 @@ class StepMeasurement:
     launch_us: float | None
     """Median time to launch a collective; None without collectives."""
     pack_gb_per_s: float | None
-    """Rate of filling buckets; None without buckets."""
+    """Rate of filling buckets, in GB/s; None without buckets."""
     wait_us: float = 0.0
-    """Time waiting for collectives; of a held step, the time of its collectives without compute."""
+    """Time waiting for collectives. In a held step, this is the collectives' time without compute."""
     between_us: float = 0.0
-    """Host time outside of regions, packs and collectives; on an asynchronous device, for the whole step."""
+    """Host time outside of regions, packs and collectives. On an asynchronous device, the program's total host time."""
 
     @property
     def compute_us(self) -> float:
         return sum(self.region_us.values()) + self.pack_us
 
     def times(self, factor: float, step_us: float) -> StepMeasurement:
-        """Return a copy with compute scaled by `factor`, and another step time."""
+        """Return a copy with compute scaled by `factor`, and with `step_us`."""
         scaled = {name: us * factor for name, us in self.region_us.items()}
         return replace(self, step_us=step_us, region_us=scaled, pack_us=self.pack_us * factor)
 
@@ -240,7 +240,7 @@ def apportion(
 ) -> dict[str, Measured]:
     """Split each region's time among its operators in proportion to `node_us`, or equally if unknown.
 
-    A key that occurs several times gets the mean, which preserves the sum.
+    Operators with the same cost key get their mean time, which preserves the sum.
     """
     found: dict[str, list[float]] = {}
     for region in (region for region in regions(program.graph) if region.name in step.region_us):
@@ -253,7 +253,7 @@ def apportion(
 
 
 def feed_costs(device: torch.device, us: float) -> dict[str, float]:
-    """Return the cost-table fields for host time: before compute, or overlapping it on an asynchronous device."""
+    """Return cost-table fields for host time before compute. On an asynchronous device, host time overlaps compute."""
     return {"feed_us": 0.0, "host_us": us} if compat.works_later(device) else {"feed_us": us}
 
 
@@ -273,7 +273,7 @@ def contention_of(
 ) -> FittedContention:
     """Fit contention and link speed to dense steps; the result includes the prediction's error.
 
-    `graph` is annotated with region times without contention. The host's time (`costs.host_us`) is simulated too, so
+    The annotations of `graph` are times without contention. The host's time (`costs.host_us`) is simulated too, so
     that host-bound steps are not attributed to the network. Links that were given are not fitted.
     """
     tasks = (*handing_out(costs.host_us), *graph_tasks(graph))

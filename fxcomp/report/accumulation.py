@@ -13,13 +13,13 @@ LENGTHS = (1, 2, 4, 8, 16)
 """Numbers of micro-batches compared with the current one."""
 
 SHOWN_FROM = 1.25
-"""Minimum ratio of the dense step to the step without communication, for a table (assumed)."""
+"""Show the table if the dense step takes at least this multiple of a step without communication (assumed)."""
 
 
 def accumulated(explanation: Explanation) -> list[tuple[int, float, float]]:
     """Return (micro-batches, time of the best dense plan, time of this plan), in µs per micro-batch.
 
-    Empty if communication hardly matters.
+    Empty if nothing was compared or `SHOWN_FROM` is not reached.
     """
     choice, workload, costs = explanation.choice, explanation.workload, explanation.costs
     asked = explanation.micro_batches

@@ -8,10 +8,10 @@ A *layer* is a group of gradients whose names differ only in numbers (`blocks.*.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from fxcomp.graph.info import alike
 from fxcomp.plan.budget import Budget
 from fxcomp.plan.plan import Bucket
 from fxcomp.plan.strategy import Strategy
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Squared error relative to the row's squares; None if those are zero."""
+        """Squared error relative to the row's squares; None if the squares are zero."""
         return self.spent / self.squares if self.squares > 0 else None
 
 
@@ -59,11 +59,6 @@ def layers_of(explanation: Explanation) -> list[Row]:
 def gradients_of(explanation: Explanation) -> list[Row]:
     """Return the gradients, in the plan's order."""
     return _grouped(_parts(explanation), lambda part: part.name)
-
-
-def alike(name: str) -> str:
-    """Return a name without numbers: `blocks.*.up.weight`."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def summed(name: str, rows: Sequence[Row]) -> Row:

@@ -20,7 +20,7 @@ class StepOnDevice:
     host_us: float
     """Host time to launch the kernels."""
     memory: Mapping[str, float]
-    """Bytes at the peak, by use."""
+    """Bytes at the memory peak, by purpose."""
 
     @property
     def kernels(self) -> int:
@@ -38,7 +38,7 @@ class DeviceUse:
     memory_bytes: int
     steps: Sequence[StepOnDevice]
     products: Mapping[str, float]
-    """Fraction of the operations of matrix products, by dtype."""
+    """Fraction of all matrix products' floating-point operations, by dtype."""
     attention: Mapping[str, int]
     """Calls of fused attention, by kernel."""
     advice: Sequence[str]

@@ -18,7 +18,7 @@ _LABEL = 11  # columns before a timeline's first character
 
 
 def draw_timelines(named: Sequence[tuple[str, Timeline]], width: int) -> list[str]:
-    """Draw timelines on one scale. Enlarge the last one if it fills less than half of the scale."""
+    """Draw timelines on one scale. If the last timeline fills less than half of the scale, repeat it enlarged."""
     scale_us = max(timeline.step_time_us for _, timeline in named)
     name, last = named[-1]
     lines: list[str] = []
@@ -64,7 +64,10 @@ def _busy(timeline: Timeline) -> list[Stream]:
 
 
 def _row(timeline: Timeline, stream: Stream, cells: int) -> str:
-    """Return a mark per cell (time interval): the mark with most time in it. Compute must fill half of a cell."""
+    """Draw a stream with one character per cell (a time interval): the mark that fills most of the cell.
+
+    A cell of the compute stream is drawn as idle if it is at most half full.
+    """
     cell_us = timeline.step_time_us / cells
     filled: list[dict[str, float]] = [{} for _ in range(cells)]
     for span in timeline.spans:

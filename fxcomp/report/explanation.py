@@ -1,7 +1,7 @@
 """The data of a report.
 
-Every format takes one `Explanation`. A text format arranges the blocks of `sections.report_of(explanation)` (see
-`document.py`, `terminal.py`), a data format reads the fields (see `as_json.py`).
+Every format takes one `Explanation`. A text format arranges the blocks of `sections.report_of(explanation)`, a data
+format reads the fields.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def kind_of(task: str) -> str:
 
 
 def bucket_of(task: str) -> int | None:
-    """Return the bucket index, 3, of `all_reduce 3`, `all_gather (2) 3`, `start all_gather_3_intra` and `d2h_3`."""
+    """Return the bucket index in a task name: 3 in `all_reduce 3`, `all_gather (2) 3`, `all_gather_3_intra`."""
     match = re.search(r"(?<![A-Za-z\d(])\d+", task)
     return int(match[0]) if match else None
 
@@ -143,7 +143,7 @@ _MOST_OPERATORS = 6  # operators listed by name
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan, its predicted step, and the inputs of both."""
+    """A plan, its predicted step, and all other data of a report."""
 
     plan: Plan
     timeline: Timeline
@@ -154,7 +154,7 @@ class Explanation:
     """Comparison of plans; None if nothing was compared."""
     mode: str = ""
     flip_gbit: float | None = None
-    """Bandwidth between hosts, in Gbit/s, at which compression begins or ceases to pay; None if there is none."""
+    """Bandwidth between hosts, in Gbit/s, below which the plan compresses; None if the choice never changes."""
     notes: Sequence[str] = ()
     measured_ms: float = math.nan
     exposed_ms: float = math.nan
@@ -172,7 +172,7 @@ class Explanation:
     moves: Sequence[PlanMove] = ()
     """Changes of the plan since the choice, caused by measured errors."""
     stages: Mapping[int, Plan] = field(default_factory=dict[int, Plan])
-    """Plans of the warm-up, then the lasting plan, by first step; empty if there is no warm-up."""
+    """Plan by first step: the warm-up's plans, then the lasting plan; empty if there is no warm-up."""
     steps: int | None = None
     """Number of steps of the job, if known."""
     device: DeviceUse | None = None
@@ -187,7 +187,7 @@ class Explanation:
 
     @property
     def dense_timeline(self) -> Timeline | None:
-        """Predicted step of the best dense plan; None if this is that plan, or nothing was compared."""
+        """Predicted step of the best dense plan; None if this plan is the best dense plan, or nothing was compared."""
         if self.choice is None or self.choice.dense == self.plan:
             return None
         tasks = plan_tasks(self.workload, self.choice.dense, self.costs, self.cluster)
@@ -215,7 +215,7 @@ class Explanation:
         return bool(self.moves) and not (self.is_chosen or self.has_won or self.is_racing)
 
     def short(self, strategy: Strategy) -> str:
-        """Return a strategy's short name, with this machine's device names."""
+        """Return a strategy's short name. Without a GPU, devices are called `main` and `pool`."""
         return self.costs.shown(short(strategy))
 
     @property
@@ -233,12 +233,12 @@ class Explanation:
 
     @property
     def allowed(self) -> float | None:
-        """Relative squared error that the budget allows."""
+        """Relative squared error that the budget allows; None without a budget."""
         return None if self.budget is None else self.budget.limit(self.workload.shapes, self.cluster)
 
     @property
     def bound_us(self) -> float | None:
-        """Lower bound on the step time of the mode's plans, in µs; None unless a mode alone chose the plan."""
+        """Lower bound on the step time of the mode's plans, in µs; None if a budget, momenta or the user decided."""
         if not self.is_chosen or self.mode not in _MODES or self.budget is not None or self.plan.moves_exchange:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)
@@ -257,7 +257,7 @@ class Explanation:
         return f"{count(len(measured), 'operation')}: {sources}; others by {roofline}"
 
     def sent_bytes(self, bucket: Bucket) -> float:
-        """Return the bytes that one rank sends over the slowest links (between hosts, if several)."""
+        """Return the bytes that one rank sends between hosts, or inside the host if there is one host."""
         sent: dict[bool, float] = {True: 0.0, False: 0.0}
         for part in sent_by(bucket, self.cluster, self.workload.shapes):
             ranks = self.cluster.ranks_at(part.send.level)
@@ -269,7 +269,7 @@ _MODES = {mode.value: mode for mode in Mode}
 
 
 def machine_of(costs: CostTable) -> str:
-    """Return the machine of a table: `NVIDIA H200, torch 2.13, 2026-11-20`."""
+    """Return the machine of a cost table: `NVIDIA H200, torch 2.13, 2026-11-20`."""
     return ", ".join(part for part in (costs.hardware, costs.versions, costs.date) if part)
 
 

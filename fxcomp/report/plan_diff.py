@@ -1,4 +1,4 @@
-"""Compare two plans: strategies, buckets, and the numbers in both files.
+"""Compare two plans: strategies, buckets, step times, bytes and errors.
 
     12 gradients  30.1 MB  int8 -> powersgd(4)
      3 gradients   0.2 MB  in another bucket
@@ -29,7 +29,7 @@ _NUMBERS = {"step_ms": "predicted step, ms", "wire_bytes": "bytes sent by a rank
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A plan, and the numbers in its file."""
+    """A plan, and the step time, bytes and errors in its file."""
 
     plan: Plan
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -110,7 +110,7 @@ class PlanDiff:
 
     @property
     def is_empty(self) -> bool:
-        """True if the plans are equal; numbers may differ."""
+        """True if the plans are equal. `numbers` and `spent` may differ."""
         return not (self.strategies or self.moved or self.missing or self.reordered)
 
     def to_json(self) -> dict[str, Any]:

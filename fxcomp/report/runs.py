@@ -22,7 +22,7 @@ _RANKS = "do several ranks write this file? Let rank 0 alone write it"
 
 
 def are_few(number: float, lines: float) -> bool:
-    """Return whether interruptions of a run may explain `number` bad lines: at most two, or a tenth of all."""
+    """Return whether interruptions of a run may explain `number` bad lines: at most two or a tenth of `lines`."""
     return number <= max(2, _FEW * lines)
 
 
@@ -151,7 +151,7 @@ def _number(where: str, line: Mapping[str, Any], name: str) -> float | None:
 
 
 def _since_begin(path: str, lines: Lines, notes: list[str], *, is_interleaved: bool) -> Sequence[float] | None:
-    """Return seconds since the run began; after a restart they continue from the previous end."""
+    """Return seconds since the run began. After a restart, seconds continue from the previous end."""
     seconds: list[float] = []
     for where, line in lines:
         if (read := _number(where, line, "seconds")) is not None:

@@ -300,7 +300,7 @@ def _difference(longer_ms: float, digits: int) -> str:
 
 
 def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
-    """Explain why faster alternatives lost: they save too little under random cost errors, or exact prices differ."""
+    """Explain why faster alternatives lost: too little saved under random cost errors, or slower by exact prices."""
     if choice.plan != choice.fastest and any(not each.strategy.is_dense for each in shorter):
         return (
             f"Shorter, and not taken: a plan that compresses must save {LEAST_GAIN:.0%} of the step in"

@@ -1,4 +1,4 @@
-"""Render reports and tables of costs on a terminal. No other file uses rich."""
+"""Render reports and tables of costs on a terminal."""
 
 from __future__ import annotations
 

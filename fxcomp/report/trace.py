@@ -22,7 +22,7 @@ Event = Mapping[str, Any]
 _LANE_NUMBER = {stream: number for number, stream in enumerate(LANES, start=1)}
 _ROUNDING_US = 1e-6
 _MOST_BUCKETS = 100_000
-"""Number of flow ids per track, so that ids are unique."""
+"""Number of flow ids reserved per track."""
 
 
 def to_trace(explanation: Explanation) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def tracks_of(explanation: Explanation) -> list[Track]:
 
 
 def predicted_tracks(explanation: Explanation) -> list[Track]:
-    """Return the predicted steps of the dense plan, if compared, and of this plan."""
+    """Return the predicted steps of the dense plan, if plans were compared, and of this plan."""
     dense, choice = explanation.dense_timeline, explanation.choice
     above = [] if dense is None or choice is None else [Track("dense", dense, choice.dense)]
     name = "chosen" if explanation.is_chosen else "this plan"
@@ -112,7 +112,7 @@ def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
 
 
 def _step_of(bucket: Bucket | None, kind: CollectiveKind | None, place: int) -> Collective:
-    """Return a strategy's collective number `place` of a kind."""
+    """Return the collective at index `place` among a strategy's collectives of one kind."""
     alike = [each for each in bucket.strategy.collectives if each.kind is kind] if bucket is not None else []
     if alike:
         return alike[min(place, len(alike) - 1)]

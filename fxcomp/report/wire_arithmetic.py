@@ -156,7 +156,10 @@ def compression_of(
 
 
 def _link_per_rank(cluster: Cluster, level: Level) -> float:
-    """Return the ratio of the link's bandwidth (between hosts if several) to a rank's, in a ring that it limits."""
+    """Return bandwidth of a ring's limiting link / bandwidth per rank.
+
+    With several hosts, this link is between hosts.
+    """
     way = pattern_of(CollectiveKind.ALL_REDUCE)
     if cluster.hosts == 1:
         return cluster.intra.gb_per_s / cluster.topology_at(level).gb_per_s(way)

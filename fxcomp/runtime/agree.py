@@ -64,7 +64,7 @@ def check_store(store: Any) -> None:
 class Conversation:
     """Topics that all ranks answer in the same order; `name` must be new in the store and equal on all ranks.
 
-    `root` is the name of these ranks' first conversation, the key of their steps in `Presence.steps`.
+    `root` is the name of these ranks' first conversation, and a key of `Presence.steps`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Conversation:
     def give_up(self, what: str, error: BaseException, *, lingers: bool = False) -> None:
         """End the conversation with an error, which the other ranks raise at their next wait.
 
-        If `lingers`, rank 0 waits until they have read it.
+        If `lingers`, rank 0 waits until the others have read the error.
         """
         mine = self.described(what, error)
         while self.knows(self._fail(mine, lingers=lingers)):
@@ -260,7 +260,7 @@ class Conversation:
                 raise self._fail(why, missing=[rank])
 
     def _absence(self, rank: int, topic: str, presence: Presence) -> str | None:
-        """Return the reason why a rank will never answer; None if it still may."""
+        """Return the reason why a rank will never answer; None if an answer may still come."""
         number, here = self._number(rank), f"rank {self._number(self.rank)}"
         address = address_of(number)
         try:

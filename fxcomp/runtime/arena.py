@@ -168,12 +168,12 @@ class Arena:
 
     @property
     def is_zero(self) -> bool:
-        """True if all are zero. Synchronises with the device."""
+        """True if all residuals are zero. Synchronises with the device."""
         return not any(bool(kept.any()) for kept in self._kept.values())
 
     @property
     def norm(self) -> float:
-        """L2 norm. Synchronises with the device."""
+        """L2 norm of all residuals. Synchronises with the device."""
         return math.sqrt(sum(float(kept.double().square().sum()) for kept in self._kept.values()))
 
     def of(self, bucket: int, slot: int = 0) -> Tensor:

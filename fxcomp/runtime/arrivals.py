@@ -5,8 +5,7 @@ If torch.compile silently falls back to eager code, unaveraged gradients reach `
     compiled backward pass   ── note_averaged / note_local ──►  Arrivals
     autograd's engine        ── gradient ─────────────────────► Arrivals ──► the guards, if neither was noted
 
-A parameter's Arrivals is a hook of `Tensor.register_hook`, shared by all models with that parameter. Copies of a
-parameter have no hooks.
+A parameter's Arrivals is a hook of `Tensor.register_hook`, shared by all models with that parameter.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ class Arrivals:
         return next((hook for hook in hooks.values() if isinstance(hook, cls)), None) or cls(parameter)
 
     def guard(self, owner: object, refuse: Callable[[], None] | None) -> None:
-        """Call `refuse` before an uncompiled backward pass stores a gradient. If None, remove `owner`'s guard."""
+        """Call `refuse` before an uncompiled backward pass stores a gradient. `refuse=None` removes `owner`'s guard."""
         if refuse is None:
             self._guards.pop(id(owner), None)
         else:
             self._guards[id(owner)] = refuse
 
     def note_averaged(self, call: int | None, is_sampled: bool) -> None:
-        """Record that this backward() call returned an averaged gradient. `is_sampled` requests a digest."""
+        """Record that this backward() call returned an averaged gradient. `is_sampled` requests a gradient digest."""
         self._averaged_in = call
         if is_sampled:
             self._is_sampled, self.digest = True, None

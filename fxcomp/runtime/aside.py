@@ -36,7 +36,7 @@ class Coming:
     _values: Tensor
     """Result on the host, valid after the exchange."""
     _work: Work | None
-    """The collective; None on a device, whose stream waits for it."""
+    """The collective; None on an asynchronous device, whose stream waits for the collective."""
     _arrived: Any
     """Event after the copy from the device; None on a synchronous device."""
 
@@ -59,7 +59,7 @@ class Aside:
         self._stream = None if self._streams is None else self._streams.Stream(device)
 
     def any(self, flags: Sequence[bool]) -> Coming:
-        """Start an elementwise or of flags over all ranks. Every rank calls it, with the same number of flags."""
+        """Start an elementwise OR of flags over all ranks. Every rank calls it, with the same number of flags."""
 
         def start(mine: Tensor) -> tuple[Tensor, Work]:
             return mine, self._transport.all_reduce(mine, "world", "main", "max")

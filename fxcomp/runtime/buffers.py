@@ -59,7 +59,7 @@ class Buffers:
         return self.like(name, value).copy_(value)
 
     def extended(self, name: str, value: Tensor, more: int) -> Tensor:
-        """Append `more` elements, at most `ROOM`, to a value: in place if it is a whole buffer, else in a copy."""
+        """Append `more` elements, at most `ROOM`, to a value: in place if the value fills a buffer, else in a copy."""
         if value.is_contiguous() and self._rooms.get(value.data_ptr()) == value.nbytes > 0:
             return value.as_strided((value.numel() + more,), (1,))
         copy = self.take(f"{name}_extended", value.numel() + more, value.dtype, value.device)
@@ -69,7 +69,7 @@ class Buffers:
     def take_packed(
         self, name: str, gradients: Sequence[Tensor], wanted: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the buffer for packed gradients, in dtype `wanted` if given, and each gradient's view of it."""
+        """Return the buffer for packed gradients, in dtype `wanted` if given, and a view for each gradient."""
         dtype = packed_dtype(gradients, wanted)
         flat = self.take(name, sum(packed_sizes(gradients, wanted)), dtype, gradients[0].device)
         types = tuple((gradient.shape, wanted or gradient.dtype) for gradient in gradients)

@@ -22,10 +22,7 @@ from fxcomp import compat
 
 
 class Clock:
-    """Processor clock, or timed events on the current stream of an asynchronous device.
-
-    It never waits.
-    """
+    """Processor clock, or timed events on the current stream of an asynchronous device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         later = device if device is not None and compat.works_later(device) else None

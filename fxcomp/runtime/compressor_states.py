@@ -19,7 +19,7 @@ from fxcomp.runtime.arena import Key, Part
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """One slot on this rank: its compressor, and its parts of parameters, each with the compressor bound to the part.
+    """Compressor of one slot on this rank, and parts of parameters, each with the compressor bound to the part.
 
     `place` is this rank's index among the ranks that compress different values of the same parts.
     """
@@ -55,12 +55,12 @@ class _PartState:
         return self.name, self.slot, self.part.start
 
     def is_shared(self) -> bool:
-        """Return whether all ranks must have equal state: payloads are summed, and fresh state ignores the rank."""
+        """Return whether payloads are summed and fresh state ignores the rank. Then all ranks need equal state."""
         first, second = (self.compressor.fresh_state(self.part.length, self.key, place) for place in (0, 1))
         return self.compressor.is_linear and torch.equal(first, second)
 
     def go_on_from(self, other: _PartState) -> bool:
-        """Copy another plan's state if compressor type, random stream and place match. Return whether they do."""
+        """Copy another plan's state if compressor type, random stream and place match. Return True if copied."""
         is_same = type(other.compressor) is type(self.compressor) and other.key == self.key
         if not is_same or other.part.length != self.part.length:
             return False
@@ -140,7 +140,7 @@ class CompressorStates:
         """Load each part from the first matching state, and reset the other parts.
 
         Returns a description of each reset part's unusable saved state, by label, or "" if none was saved. Raises
-        BadState if a saved state is incomplete.
+        BadState if a saved state is incomplete or changed.
         """
         for state in states:
             saved = state["compressors"]

@@ -40,7 +40,7 @@ class Group:
     """
 
     handle: Any
-    """None after `give_up`."""
+    """torch's process group; None after `give_up`."""
     ranks: tuple[int, ...]
     place: int
     is_direct: bool
@@ -55,7 +55,6 @@ class Group:
     """Collectives in flight. Each keeps the connections open."""
 
     def is_over_nccl(self, device: torch.device) -> bool:
-        """Return whether the backend is NCCL."""
         return self.backends.get(device.type) == "nccl"
 
     @property

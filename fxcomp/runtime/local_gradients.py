@@ -55,7 +55,7 @@ class LocalGradients:
         ]
 
     def before_update(self, loss: Tensor) -> None:
-        """Call `on_update`. This is the last line before parameters change."""
+        """Call `on_update`. Emitted lines change parameters only after this call."""
         if self.on_update is not None:
             self.on_update(loss)
         self.are_applied = True

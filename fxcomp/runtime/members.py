@@ -68,7 +68,7 @@ class Members:
     def group_names(self, what: str) -> int:
         """Return the first of 4,096 numbers, derived from `what`, that name process groups of these ranks.
 
-        torch's own counter differs between ranks after one failed.
+        torch's own counter differs between ranks after one rank failed.
         """
         digest = hashlib.sha256(f"{self.key}{what}".encode()).digest()
         return int.from_bytes(digest[:6], "big") << 12

@@ -1,12 +1,12 @@
 """Show other ranks that this process is alive: its socket closes when the process ends.
 
 A waiting rank connects to the socket. The kernel refuses the connection once the process has ended, but accepts it
-while the process is busy, so there are no false alarms. A thread answers with the process's activity.
+while the process is busy. A thread answers with the process's activity.
 
     waits for rank 2's answer ── connects ──► rank 2's thread: {"doing": "capturing the step", "steps": {...}}
                               ◄── refused ─── rank 2's kernel, if its process has ended
 
-Each default process group has one socket and one thread, for its lifetime.
+Each default process group has one socket and one thread.
 """
 
 from __future__ import annotations

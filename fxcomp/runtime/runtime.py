@@ -1,7 +1,8 @@
 """Run the lines of an emitted step: calls of Runtime's methods, such as pack, compress, launch and wait.
 
-The main thread runs lines on the compute device. Two pool threads run the lines between `d2h` and `h2d` on the host:
-one up to the launch, the other from the wait on. Steps reuse all buffers. `fxcomp/graph/lines.py` lists the lines.
+The main thread runs lines on the compute device. Two pool threads run the lines between `d2h` and `h2d` on the host.
+The first runs lines up to the launch, the second all lines from the wait on. Steps reuse all buffers.
+`fxcomp/graph/lines.py` lists the lines.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ CPU = torch.device("cpu")
 class Counters:
     waits: Waits = field(default_factory=Waits)
     payload_bytes: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """Bytes that this rank put into collectives, by kind and level."""
+    """Input bytes of this rank's collectives, by kind and level of the collective."""
     skipped: bool = False
-    """True if a value was not finite, so that parameters did not change."""
+    """True if the step found a non-finite value, and so changed no parameter."""
 
     def count(self, kind: str, level: str, sent: int) -> None:
         self.payload_bytes[kind, level] = self.payload_bytes.get((kind, level), 0) + sent
@@ -56,7 +57,7 @@ def restore(state: Tensor, saved: Tensor | OnHost) -> None:
 
 
 class Runtime:
-    """Each step function has its own Runtime, because buffers are keyed by line name."""
+    """Lines of one step function. Step functions share no Runtime, because buffers are keyed by line name."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self.transport = transport
@@ -89,9 +90,9 @@ class Runtime:
     ) -> Tensor:
         """Copy gradients into one flat bucket, scaled, and cast to `dtype` if given.
 
-        `starts` holds the first element of each gradient part; empty means all 0. `factor` scales
-        gradients, but not the residuals of a dropped plan; without `applies`, only for checks, because the mean is
-        multiplied.
+        `starts` holds the first element of each gradient part; empty means all 0. `factor` multiplies gradients, but
+        not the residuals of a dropped plan. With `applies=False` only the gradients passed to checks are multiplied,
+        because a later line multiplies the mean.
         """
         self.gradients.see(parameters, gradients, starts, factor)
         flat, parts = self.buffers.take_packed(name, gradients, dtype)
@@ -109,7 +110,10 @@ class Runtime:
         return value if scale == 1.0 else value.mul_(scale)
 
     def turn(self, name: str, payloads: Tensor | OnHost, outer: int, sizes: Sequence[int]) -> Tensor | OnHost:
-        """Reorder `outer` rows of parts: all rows of part 0, then all of part 1. `sizes` holds elements per part."""
+        """Transpose `outer` rows of parts: the result has all rows of part 0, then all rows of part 1.
+
+        `sizes` holds the elements of each part in a row.
+        """
         sizes = self.numbers.sizes.get(name, sizes)
         buffer = functools.partial(self.buffers.like, name)
         return self.pool.after(packing.turn, payloads, outer, sizes, buffer)
@@ -175,13 +179,16 @@ class Runtime:
         return self._start(Launch(name, kind, cut, level, how, "main", rides), value)
 
     def wait(self, flight: Flight | Future[Flight]) -> Tensor | OnHost:
-        """Wait for a collective, exposed, and return its result. If the pool launched it, return a future."""
+        """Return the result of a collective.
+
+        If the pool launched it, return a future at once. Otherwise wait, and record the wait as exposed.
+        """
         if isinstance(flight, Future):  # launched by the pool
             return self.pool.arriving(lambda: flight.result().finish())
         return self._exposed(flight.finish)
 
     def join(self, *values: Tensor) -> None:
-        """Make compute wait for the side stream, whose network waits count as exposed communication."""
+        """Make the compute stream wait for the side stream. Meanwhile, network waits of the side stream are exposed."""
         start = self.clock.look()
         self.side.join(*values)
         self.counters.waits.for_aside.append((start, self.clock.look()))
@@ -234,7 +241,7 @@ class Runtime:
     def all_finite(self, values: Sequence[Tensor]) -> bool:
         """Return whether all values are finite, so that parameters may change. All ranks get the same result.
 
-        If it is False, wait for the pool, whose changes will be rolled back.
+        If a value is not finite, wait for the pool first, because the step then rolls back the pool's changes.
         """
         self.counters.skipped = not packing.all_finite(values)
         if self.counters.skipped:
@@ -257,7 +264,7 @@ class Runtime:
         return counted
 
     def finish(self) -> None:
-        """Wait until the pool has finished the step, and raise its first error."""
+        """Wait until the pool has finished the step, and raise the pool's first error."""
         self.pool.finish()
 
     def settle(self) -> None:
@@ -269,7 +276,7 @@ class Runtime:
         self.take_counters()
 
     def drop(self) -> None:
-        """Abandon a step that raised. Its unfinished work touches no buffer that is used again."""
+        """Abandon a step that raised. The next step gets new buffers, because unfinished work may use the old ones."""
         self.pool.drop()
         self.forget_buffers()
         self.take_counters()

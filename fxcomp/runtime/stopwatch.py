@@ -5,7 +5,7 @@
     step(watch.lines, parameters, ...)            # the same lines, timed
     watch.reading()                               # begin and end of each line and region
 
-A timed line costs 0.3 us: two clock readings and a list entry (measured, AMD EPYC, both cores busy, 2026-11).
+A timed line costs 0.3 us (measured, 2026-11).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transport import Flight
 
 Call = tuple[str, int]
-"""(runtime method, index among the step's calls of that method) for a line; (name, 0) for a region."""
+"""Key of a timed call. Line: (runtime method, index among the step's calls of that method). Region: (name, 0)."""
 
 Around = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 """Takes a runtime method's name and the method, returns a wrapper."""
@@ -41,9 +41,9 @@ class Reading:
     """Begin and end of each line and region of one step, in µs since the step began."""
 
     main: dict[Call, tuple[float, float]]
-    """Work of the main thread, in device time if the device is asynchronous."""
+    """Calls on the main thread, by the device's clock if the device is asynchronous, else by the host's."""
     pool: dict[Call, tuple[float, float]]
-    """Work of the pool, in host time."""
+    """Calls on the pool, by the host's clock."""
     ends: dict[Call, float]
     """End of each collective, if known. Unknown on asynchronous devices, and for gloo's sends and receives."""
 
@@ -75,7 +75,6 @@ class Stopwatch:
         self._runtime.side.is_in_line = True
 
     def stop(self) -> None:
-        """End a timed step, including a step that raised."""
         self._runtime.pool.watch = None
         self._runtime.side.is_in_line = False
 
@@ -119,7 +118,7 @@ class Stopwatch:
         call_when_done(flight.work, lambda: ends.setdefault(call, look()))
 
     def _on_pool(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Time pool work, from the moment its inputs are computed."""
+        """Time work of the pool, without the wait for inputs."""
         call, marks, look = self._line, self._pool, self._pool_clock.look
 
         def timed(*given: Any) -> Any:

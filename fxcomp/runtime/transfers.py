@@ -5,8 +5,8 @@
     all_to_all       a part for each rank, in rank order  its own part from each rank, in rank order
     reduce_scatter   a part for each rank, in rank order  its own part, summed over the ranks
 
-A *cut* lists each rank's elements in rank order, (5, 3, 0), or is a number of equal parts. If the first rank owns
-everything, as in (8, 0, 0), it is the root, and the patterns are a broadcast, a gather and a reduce.
+A *cut* is either each rank's number of elements in rank order, (5, 3, 0), or a number of equal parts. In (8, 0, 0) the
+first rank is the root, and the patterns are a broadcast, a gather and a reduce.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _PATTERNS = {
 
 
 def pattern_of(kind: str) -> Pattern:
-    """Return the pattern of a collective that does not overwrite its input."""
+    """Return the pattern of a collective other than all_reduce, which overwrites its input and has none."""
     assert kind in _PATTERNS, f"unknown collective {kind!r}: there are all_reduce, {', '.join(_PATTERNS)}"
     return _PATTERNS[kind]
 
@@ -84,10 +84,10 @@ class Transfer:
     level: str
     lane: str = "main"
     memory: Callable[[int], Tensor] | None = None
-    """Allocates reduce_scatter's scratch memory, which must live until the collective ends; by default new memory."""
+    """Allocates scratch memory for a reduce_scatter, to be kept until the collective ends. None: a new tensor."""
 
     def parts(self, place: int, ranks: int | None = None) -> tuple[int, ...]:
-        """Return each rank's number of elements. Raises BadTensor if the tensors do not match."""
+        """Return each rank's number of elements. Raises BadTensor if input or output does not fit the cut."""
         name = f"{self.pattern.value}@{self.level}"
         parts = self.pattern.parts(self.cut, self.value.numel())
         if ranks is not None and len(parts) != ranks:

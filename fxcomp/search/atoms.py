@@ -4,9 +4,8 @@
     fc.weight           2 MB           1 atom
 
 A bucket starts when its last gradient is ready. A gradient that is most of a model would be one bucket whose stages do
-not overlap. If all stages take time S, the longest stage M and a message's latency o, C chunks take
-S/C + (C-1)/C · M + C · o. Four chunks save three quarters of the possible time; more would slow the search down. The
-search joins atoms if messages are expensive.
+not overlap. If all stages take time S, the longest stage M and a message's latency o, C atoms take
+S/C + (C-1)/C · M + C · o. Four atoms save three quarters of the possible time; more would slow the search down.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ LARGE_SHARE = 0.25
 """Fraction of all bytes below which a gradient is not cut."""
 
 CHUNK = 4 << 20
-"""Bytes of a chunk; larger if more than MOST chunks would result."""
+"""Minimum bytes of an atom of a cut gradient. No gradient has more than MOST atoms."""
 
 MOST = 4
 
 GRAIN = 4096
-"""Chunks begin at multiples of this number of elements if rows allow it, so that no compressor's block is cut."""
+"""Atoms of tall matrices begin at multiples of this number of elements, so that no compressor's block is cut."""
 
 READ_AT_ONCE = 16
 """Bytes of CUDA's widest load, which must be aligned."""
@@ -73,8 +72,8 @@ def atoms_of(workload: Workload, world_size: int) -> list[Atom]:
 def joined(atoms: Sequence[Atom]) -> list[tuple[Gradient, range]]:
     """Join a bucket's atoms into gradients and parts of gradients, each with its range of elements.
 
-    The last part includes the update and the copy that joins all parts. Gradients whose bytes are no multiple of
-    16 come last, to keep the others aligned.
+    The last part of a cut gradient includes the update and the copy that joins all parts. Gradients whose bytes are no
+    multiple of 16 come last, so that all gradients before them are aligned.
     """
     found: list[tuple[Gradient, range]] = []
     for _, group in groupby(atoms, attrgetter("number")):

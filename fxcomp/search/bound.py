@@ -4,19 +4,18 @@ A bucket with strategy o and n elements occupies stream s for at least a(o,s) + 
 buckets, and any sharing of processors, which only slows work down:
 
 - the compute stream runs backward, all updates and work for all buckets in sequence. The step takes at least
-  backward + updates + a + Σ n r, because there is a bucket, which costs a, and each element costs r of its strategy;
-- buckets launch when their last gradient is ready, so other streams start work for gradient k and later ones after k
-  is ready. The step takes at least ready(k) + a + Σ n r over these gradients + the tail, compute work after the last
-  collective. Buckets' tails run in order, so the last gradient's tail follows all of them.
+  backward + updates + a + Σ n r, because at least one bucket costs a, and each element costs the r of its strategy;
+- buckets launch when their last gradient is ready, so other streams work for gradients k, k + 1, ... only after k is
+  ready. The step takes at least ready(k) + a + Σ n r over these gradients + the tail (compute work after the last
+  collective). Tails run in bucket order, so the last gradient's tail is the last of all.
 
 The step is at least any weighted mean of these sums, with weights λ(s) that add up to 1. In this mean an element with
-strategy o costs Σ λ(s) r(o,s). The squared error must stay below a budget E, so for any price μ >= 0 of error, the mean
-is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E, and likewise for the limit of bursty elements
-(`is_bursty`). All λ, μ and k give a bound; a numerical search maximizes it. The step is also at least the time until
-any single gradient has been updated.
+strategy o costs Σ λ(s) r(o,s). The squared error, e(o) per element, must stay below a budget E. So for any price μ >= 0
+of error, the mean is at least Σ n min over o of (Σ λ(s) r(o,s) + μ e(o)) - μ E. The limit of bursty elements
+(`is_bursty`) has a second price. All λ, prices and k give a bound; a numerical search maximizes it. The step is also at
+least the time until any single gradient has been updated.
 
-The bound holds for every plan that `choose` may return: buckets of gradients, or of parts of large gradients, with the
-mode's strategies.
+The bound holds for every plan that `choose` may return.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _ROUNDING = 1e-9
 def bound_us(
     workload: Workload, costs: CostTable, cluster: Cluster, mode: Mode, *, bursts: float = 1.0, pins: Pins = NO_PINS
 ) -> float:
-    """Return a lower bound on every plan's step, in µs; at least the step without communication."""
+    """Return a lower bound on every plan's step time, in µs. It is never below the step time without communication."""
     if cluster.world_size == 1 or not any(gradient.elements for gradient in workload.gradients):
         return workload.free_us
     losses = Losses(workload.gradients, cluster)
@@ -160,7 +159,7 @@ class _Bound:
         return known or self.work.of(self.strategies[number], kind, gradient.shape, is_cut=is_cut)
 
     def _of_any(self, kind: ElementType) -> list[Least]:
-        """Bound each strategy's fixed work, equal for all gradients of a type."""
+        """Return each strategy's least work. Only `fixed_us` holds for all gradients of the type."""
         of_type = [gradient for gradient in self.workload.gradients if gradient.element_type is kind]
         gradient = max(of_type, key=lambda each: each.elements)
         return [self._of(k, gradient, is_cut=True) for k in range(len(self.strategies))]
@@ -169,7 +168,7 @@ class _Bound:
         return bool(self.fixed[:, stream].any()) or any(bool(kind.rates[:, stream].any()) for kind in self.kinds)
 
     def _after_us(self) -> float:
-        """Bound compute's time after the last collective: decode and update the last gradient."""
+        """Return a lower bound on the time after the last collective, to decode and update the last gradient, in µs."""
         last = len(self.elements) - 1
         is_cut = next(kind.is_cut for kind in self.kinds if last in kind.gradients)
         gradient = self.workload.gradients[last]
@@ -179,7 +178,10 @@ class _Bound:
         return float(tail_us) + self._update_us(last)
 
     def _path_us(self) -> float:
-        """Bound the time until a gradient, or one element of a cut gradient, has been updated."""
+        """Return a lower bound on the time until every gradient has been updated, in µs.
+
+        A cut gradient counts with one element, because a bucket may hold only one.
+        """
         best = 0.0
         for kind in self.kinds:
             fixed, rates = self.fixed.sum(axis=1)[kind.is_allowed], kind.rates.sum(axis=1)[kind.is_allowed]
@@ -210,7 +212,7 @@ _ERROR, _BURSTS = -1, -2
 
 
 class _BoundSums:
-    """The bound as a function of the weights, for one k."""
+    """The bound as a function of the weights, for one gradient k (see the module)."""
 
     def __init__(self, bound: _Bound, first: int) -> None:
         self.bound = bound
@@ -250,7 +252,6 @@ class _BoundSums:
         return float(us) + _cheapest(fixed, later, np.array(counts))
 
     def best_at(self, weights: dict[int, float], name: int, least: float) -> tuple[float, float]:
-        """Search one weight on a logarithmic scale; return the best bound and the weight."""
 
         def at(value: float) -> float:
             return self.us({**weights, name: value})
@@ -268,7 +269,8 @@ class _BoundSums:
 def _cheapest(fixed: Numbers, rates: Numbers, counts: Numbers) -> float:
     """Return a lower bound on the time of `counts` elements of each kind, for any set of strategies.
 
-    Each strategy of a set adds its fixed time at least once; three or more strategies add at least the three lowest.
+    A set adds the fixed time of each strategy at least once. With three or more strategies, this is at least the sum of
+    the three lowest fixed times.
     """
     least = float(counts @ rates.min(axis=1))
     one = float((fixed + counts @ rates).min())

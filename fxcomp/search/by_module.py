@@ -1,7 +1,8 @@
 """Choose a strategy for each module that fully_shard scatters: dense or compressed.
 
-A module's gradients stay together, so there are no buckets to choose. Its own time is the sum of packing, compressing,
-the collective and decompressing. On a GPU the modules share one wire with the all_gather of parameters:
+A module's gradients stay together, so there are no buckets to choose. The own time of module k, own_k, is the sum of
+packing, compressing, the collective and decompressing. On a GPU the modules share one wire with the all_gather of
+parameters:
 
     end_k = max(ready_k, end_{k-1}) + own_k          updates follow the last end
 
@@ -37,7 +38,7 @@ SCATTERED = Strategy.scattered(None)
 _BF16 = Strategy.scattered(BF16())
 
 _ROUNDS = 3
-"""Passes over all modules (assumed: two are enough)."""
+"""Maximum number of passes over all modules; passes end earlier if no module changes."""
 
 
 def can_scatter(compressor: Compressor) -> bool:
@@ -59,7 +60,7 @@ def scattered(compressor: Compressor | None) -> Strategy:
 def scattered_by(text: str) -> Strategy:
     """Parse a module's strategy: `dense`, a compressor, or the full strategy. Raise BadPlan for others.
 
-    Strategies of earlier versions, which also gathered the gradients, are accepted without the gather.
+    Strategies of earlier versions also gathered the gradients. They are accepted, and the gather is dropped.
     """
     named = strategy_named(text)
     found = scattered(named.compressor)
@@ -79,13 +80,12 @@ class ModuleTime:
     """Compute time until the gradients are ready."""
     dense_us: float
     own_us: float
-    """Time with the plan's strategy."""
+    """Own time (see the module) with the plan's strategy."""
 
 
 def module_times(
     plan: Plan, workload: Workload, costs: CostTable, cluster: Cluster, *, overlaps: bool
 ) -> tuple[ModuleTime, ...]:
-    """Price a plan's modules, in order."""
     pricing = _Pricing(workload, plan.buckets, costs, cluster, overlaps=overlaps)
     return tuple(
         ModuleTime(ready, pricing.own_us(k, SCATTERED), pricing.own_us(k, bucket.strategy))
@@ -117,8 +117,6 @@ def choose_by_module(
 
 
 class _Pricing:
-    """Prices of modules, in ready order."""
-
     def __init__(
         self, workload: Workload, modules: Sequence[Bucket], costs: CostTable, cluster: Cluster, *, overlaps: bool
     ) -> None:
@@ -128,7 +126,7 @@ class _Pricing:
         self.ready_us = [max(gradient.ready_us for gradient in members) for members in self.members]
 
     def own_us(self, number: int, strategy: Strategy) -> float:
-        """Return the time of a module's tasks, plus the gather of its parameters if that shares the wire, in µs."""
+        """Return a module's own time, in µs; on a GPU with the gather of parameters, which shares the wire."""
         us = sum(task.duration_us for task in self._tasks(number, strategy))
         if self._overlaps:
             gather = f"{CollectiveKind.ALL_GATHER.value} "
@@ -222,7 +220,7 @@ class _Search:
         return Runner(name, self._plan(strategies), self._step_us(strategies), float(name == PREDICTED_BEST), loss)
 
     def _improved(self, start: list[Strategy]) -> list[Strategy]:
-        """Change one module at a time, longest first, while the step gets shorter."""
+        """Change one module's strategy at a time while the step gets shorter, the longest dense module first."""
         order = sorted(range(len(start)), key=lambda k: -self._own_us[k][SCATTERED])
         best, best_us = list(start), self._step_us(start)
         for _ in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""Choose a plan, its buckets and their strategies, by the simulated step."""
+"""Choose a plan, buckets with strategies, by the simulated step time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Choice:
     fastest: Plan
     fastest_us: float
     bf16_us: float
-    """Step time with bf16 everywhere: the faster of flat and hierarchical."""
+    """Step time with bf16 everywhere, with the faster of flat and hierarchical collectives."""
     free_us: float
     error: float
     """Expected relative error of a predicted step time."""
@@ -73,7 +73,7 @@ class Choice:
     runners: tuple[Runner, ...] = ()
     """Plans to time in training steps (a race), the shortest prediction first."""
     pins: Pins = NO_PINS
-    """Strategies pinned by the user, also in the dense and bf16 plans."""
+    """Strategies pinned by the user. The dense and bf16 plans have them too."""
     exchanged: Exchanged | None = None
     """Comparison of exchanging gradients and momenta; None if only gradients were considered."""
 
@@ -174,9 +174,9 @@ def choose(workload: Workload, costs: CostTable, cluster: Cluster, terms: Terms 
 
 
 def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, float]]:
-    """Yield uniform plans and their step times in µs, fastest first.
+    """Yield uniform plans (one strategy everywhere) and their step times in µs, fastest first.
 
-    Each has a smaller error than the plan `fastest` and all plans before it.
+    Errors decrease from plan to plan, and all are smaller than the error of `fastest`.
     """
     starts = [search.starts([number], 1)[0] for number in range(len(search.options[0]))]
     least = fastest.value.lost
@@ -188,7 +188,7 @@ def _uniform_plans(search: PlanSearch, fastest: Found) -> Iterator[tuple[Plan, f
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The fastest plan, dense or any, priced exactly, and its search."""
+    """The fastest plan, or the fastest dense plan, with its exact price and the search that found it."""
 
     plan: Plan
     step_us: float
@@ -197,7 +197,7 @@ class Best:
 
 
 def fastest_of(searches: Sequence[PlanSearch], *, dense_only: bool) -> Best:
-    """Return the fastest plan of several searches, at least as fast as every plan of one strategy."""
+    """Return the fastest plan of several searches. No plan of a single strategy is predicted to be faster."""
     ends = [(search.fastest(dense_only=dense_only), search) for search in searches]
     ends.sort(key=lambda pair: pair[0][0].value)
     best_us = ends[0][0][0].value.us
@@ -239,7 +239,7 @@ def predict_us(workload: Workload, plan: Plan, costs: CostTable, cluster: Cluste
 def uniform(name: str, workload: Workload, costs: CostTable, cluster: Cluster) -> Plan:
     """Build a plan of one compressor or strategy (`dense`, `bf16`, `int8`, ...), in buckets of the best size.
 
-    A compressor is exchanged in one shot. Vectors stay dense where balanced mode would not compress them.
+    A compressor is exchanged in one shot. Vectors stay dense if balanced mode does not offer the strategy for vectors.
     """
     strategy = strategy_named(name)
     gentle = strategies(Mode.BALANCED, cluster, Content.VECTORS)
@@ -279,9 +279,9 @@ def flip_gbit(
 ) -> float | None:
     """Find the bandwidth between hosts, in Gbit/s, above which the plan is dense and below which it is compressed.
 
-    Return None if the verdict is the same from 1 Mbit/s to 1 Tbit/s. Prices come from the cluster's links, not from
-    measured collectives, and the search is short. The result agrees with `choice`, the verdict at the current
-    bandwidth.
+    Return None if the plan is dense, or compressed, from 1 Mbit/s to 1 Tbit/s. Prices come from the cluster's links,
+    because collectives were measured at one bandwidth only. The result agrees with `choice`, which was made at the
+    current bandwidth.
     """
     costs, terms = replace(costs, collectives={}), terms if isinstance(terms, Terms) else Terms(terms)
     searches = searches_of(StepPrices(workload, costs, cluster), terms)

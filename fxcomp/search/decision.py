@@ -16,7 +16,7 @@ from fxcomp.search.runners import Runner
 from fxcomp.search.workload import Workload
 
 JUDGED_STEPS = 1000
-"""The cost of a race is compared with the time of this number of steps."""
+"""Reports give the cost of a race as a fraction of the time of this number of the winner's steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Raced:
 
     @property
     def share(self) -> float:
-        """Cost divided by the time of 1,000 steps of the winner."""
+        """Cost of the race, divided by the time of 1,000 steps of the winner."""
         ms = self.stays.measured_ms
         return self.cost_ms / (JUDGED_STEPS * ms) if ms else 0.0
 
@@ -122,11 +122,11 @@ class Decision:
     is_provisional: bool = False
     """True for the dense plan that runs while steps are timed before the choice."""
     is_remembered: bool = False
-    """True if the costs come from an earlier job; the first steps check them."""
+    """True if the costs come from an earlier job. The first steps of this job check the costs."""
     _flips: list[float | None] = field(default_factory=list[float | None], init=False, compare=False, repr=False)
 
     def flip_gbit(self, cluster: Cluster, terms: Terms) -> float | None:
-        """Return `choose.flip_gbit`, cached; None without a choice or with one host."""
+        """Return the cached result of `choose.flip_gbit`; None if there is no choice or only one host."""
         if self.choice is None or cluster.hosts == 1:
             return None
         if not self._flips:
@@ -136,12 +136,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PlanMove:
-    """An adaptation of the plan, or the decision against it."""
+    """A change of the plan during the job, or the decision to keep the plan."""
 
     step: int
     why: str
     error: tuple[float, float]
-    """Relative squared error before and after, from the error table of that step."""
+    """Relative squared error before and after, both by the compression errors measured until this step."""
     limit: float
     step_us: tuple[float, float]
     """Predicted step time before and after, in µs."""

@@ -1,7 +1,7 @@
 """Predict the time of whole jobs, to compare exchanging gradients and momenta.
 
 gradients   one plan                    steps · step time
-momenta     warm-up, then the plan      warm-up steps · their time + other steps · their time
+momenta     warm-up, then the plan      warm-up steps · step time + other steps · step time with the plan
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Exchanged:
     gradients_us: float
     momenta_us: float
     pays_from: int | None
-    """Smallest number of steps with which momenta shorten the job; None if there is none."""
+    """Smallest number of steps with which momenta shorten the job; None if they never do."""
 
     @property
     def pays(self) -> bool:

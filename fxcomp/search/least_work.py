@@ -1,7 +1,7 @@
 """Bound the work of a bucket from below by a linear function: a fixed time plus a time per element.
 
 Prices are non-decreasing functions of a size, piecewise linear or the minimum of such functions. The bound a + r x,
-with a >= 0, equals the price at the largest size. A bound below the price at every break of slope is below it
+with a >= 0, equals the price at the largest size. A bound below the price at every break of slope is below the price
 everywhere. Sizes are at least proportional to a bucket's elements, because payloads are rounded up per segment. A shard
 may be one grain (a compressor's block) smaller than an equal part, so the time of a grain is subtracted from a.
 
@@ -62,21 +62,19 @@ def line_below(price: Callable[[float], float], breaks: Sequence[float], largest
 
 @dataclass
 class LeastWork:
-    """Linear lower bounds of prices, cached."""
-
     costs: CostTable
     cluster: Cluster
     elements: int
     itemsize: int = 4
-    """Bytes per element of the largest type."""
+    """Bytes per element of the widest element type."""
     known: dict[object, Line] = field(default_factory=dict[object, Line])
 
     def of(
         self, strategy: Strategy, element_type: ElementType, shape: Sequence[int] | None = None, *, is_cut: bool = False
     ) -> Least:
-        """Bound buckets of an element type with this strategy; `shape` is the gradient's, if payloads depend on it.
+        """Bound buckets of an element type with this strategy. Pass the gradient's `shape` if payloads depend on it.
 
-        With `is_cut` proposals are sent for free, because parts of a gradient may be too small to need proposals.
+        With `is_cut` the bound omits proposals, because small parts of a gradient may need none.
         """
         shapes = _CANONICAL if shape is None else (tuple(shape),)
         route = route_of(strategy, shapes, self.cluster, element_type=element_type)
@@ -94,8 +92,6 @@ class LeastWork:
 
 
 class _LeastWorkWriter:
-    """Sums the bounds of a bucket's operations (lines), by the methods in `_BOUNDS`."""
-
     def __init__(self, work: LeastWork, strategy: Strategy, elements: int, *, is_exact: bool, proposes: bool) -> None:
         self.proposes = proposes
         self.work, self.costs, self.cluster = work, work.costs, work.cluster
@@ -161,9 +157,9 @@ class _LeastWorkWriter:
         self.fixed[STREAMS.index(line.stream)] += self.costs.launch_us
 
     def _add(self, stream: int, line: Line, size: float, short: int = 0) -> None:
-        """Add one operation's bound `line`, a function of `size`, as a function of the bucket's elements.
+        """Add an operation's time, at least a + r · (size) for `line` = (a, r), converted to the bucket's elements.
 
-        Rounding may make `size` smaller than proportional to the elements, by at most `short`.
+        Rounding may make the operation's size smaller than proportional to the elements, by at most `short`.
         """
         fixed, rate = line[0] - line[1] * short, line[1] * size / self.elements * self.rounded
         if fixed < 0:

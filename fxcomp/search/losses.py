@@ -1,6 +1,7 @@
 """Sum the errors of strategies over a workload's gradients, by an error table.
 
-    lost = weight · error, of each gradient        weight = its squares · all elements / all squares
+    error of a plan = sum of weight · error over all gradients
+    weight          = sum of the gradient's squares · elements of all gradients / sum of all squares
 
 Weights add up to the number of elements, so limits and errors of plans are in elements. Without a table all elements
 have equal weight.

@@ -1,6 +1,6 @@
 """Group pinned gradients by rule into strands, which share no buckets.
 
-Errors of pinned gradients count toward the limit. If they alone exceed it, all other gradients stay dense.
+Errors of pinned gradients count toward the limit. If these errors exceed the limit, all other gradients stay dense.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PinnedStrand:
     """Gradients that share buckets only with each other, and the strategies of these buckets."""
 
     text: str
-    """Compressor or strategy in the rules."""
+    """Compressor or strategy, as written in `pins`."""
     strategies: tuple[Strategy, ...]
     names: Collection[str]
     elements: int
@@ -32,8 +32,6 @@ class PinnedStrand:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Pins of one workload on one cluster."""
-
     strands: tuple[PinnedStrand, ...] = ()
     lost: float = 0.0
     """Largest possible error of the pinned gradients, in elements."""
@@ -64,11 +62,11 @@ class Pinned:
         return cls(strands, lost, bursting, {name: strand for strand in strands for name in strand.names})
 
     def exceeds(self, lossable: float) -> bool:
-        """Return whether the error of pins alone exceeds the limit, in elements."""
+        """Return whether the error of pinned gradients exceeds the limit `lossable`, in elements."""
         return self.lost > lossable * (1 + SAME)
 
     def bounds(self, workload: Workload, lossable: float, bursts: float = 1.0) -> Bounds:
-        """Return a plan's limits, in elements, raised to the pins' own error and bursts if necessary."""
+        """Return a plan's limits, in elements: at least the error and bursts of the pinned gradients."""
         bursting = math.inf if bursts >= 1 else max(workload.elements * bursts, self.bursting)
         return Bounds(max(lossable, self.lost) * (1 + SAME), bursting)
 

@@ -64,7 +64,9 @@ class StepPrices:
         return assemble(workload, region_tasks(ready_times(workload, plan)), buckets, self.broadcast)
 
     def curves(self, question: PriceQuestion, largest: float) -> tuple[Curve, ...]:
-        """Return a price in µs by size; for collectives on processors also processor time and time during compute."""
+        """Return the curve of a price in µs by size. A collective that uses processors has two more curves, of
+        processor time and of time during compute.
+        """
         known = self._curves.get(question)
         if known is None or known[0].sizes[-1] < largest:
             prices: list[Callable[[float], float]] = [partial(self._us, question)]
@@ -121,7 +123,7 @@ def ready_times(workload: Workload, plan: Plan) -> list[float]:
 
 
 def handing_out(host_us: float) -> list[Task]:
-    """Return the task of the host that launches the step."""
+    """Return the host's task, if any: launching the step's kernels."""
     return [Task("hand out", Stream.HOST, host_us)] if host_us else []
 
 
@@ -177,7 +179,7 @@ def assemble(
 
 
 def _cut(region: Task, first_us: float) -> tuple[Task, Task]:
-    """Cut a region in two. The second part keeps the name, because other tasks wait for its end."""
+    """Cut a region in two. The second part keeps the name, because other tasks wait for the region's end."""
     first_us = max(0.0, min(first_us, region.duration_us))
     head = Task(f"{region.name}, down to the buffers", region.stream, first_us)
     return head, Task(region.name, region.stream, region.duration_us - first_us)
@@ -236,7 +238,7 @@ class BucketWriter:
         return BucketTasks(stages, final, Task(f"update {k}", Stream.COMPUTE, update_us, after=(self.previous,)))
 
     def stage(self, number: int) -> tuple[Task, ...]:
-        """Return a stage's tasks, after a wait for the previous collective unless the pool waits."""
+        """Return a stage's tasks. They begin with a wait for the previous collective if the main thread waits."""
         awaited = self.lines[number - 1][-1] if number else None
         if awaited is None or awaited.stream is Stream.CPU:  # the pool waits
             first = []
@@ -245,7 +247,10 @@ class BucketWriter:
         return (*first, *(task for line in self.lines[number] for task in _TASKS[line.kind](self, line)))
 
     def final(self, *, is_started: bool) -> tuple[Task, ...]:
-        """Return the tasks after all stages. Pool tasks and copies to the device wait for backward."""
+        """Return the tasks after all stages. Pool tasks and copies to the device wait for the end of backward.
+
+        With `is_started` the decompression after the last collective is already a stage.
+        """
         lines = (*(() if is_started else self.lines[-2]), *self.lines[-1])
         return tuple(
             replace(task, after=(*task.after, END_OF_BACKWARD)) if task.stream in (*POOL, Stream.H2D) else task
@@ -317,7 +322,7 @@ class BucketWriter:
         return task
 
     def _named(self, what: str) -> str:
-        """Name a task by the bucket, with a count if repeated."""
+        """Name a task by the bucket; a second task of the name gets the number (2)."""
         self.names[what] += 1
         again = self.names[what]
         return f"{what} {self.k}" if again == 1 else f"{what} ({again}) {self.k}"

@@ -24,8 +24,8 @@ from fxcomp.search.workload import Workload
 LEAST_KEPT = 0.5
 """Minimum of (1 - error of a strategy) / (1 - error limit of the plan).
 
-Error feedback delays the omitted part by a time that grows as 1 / (1 - error), and no layer may wait for thousands of
-steps.
+Error feedback delays the omitted part of a gradient by a time that grows as 1 / (1 - error), which must not be
+thousands of steps.
 """
 
 
@@ -33,18 +33,18 @@ steps.
 class Terms:
     mode: Mode
     bursts: float = 1.0
-    """Maximum fraction of elements with bursty strategies: an element is sent rarely, and its value is then large."""
+    """Maximum fraction of elements with bursty strategies, which send an element rarely and then a large value."""
     pins: Pins = NO_PINS
     budget: Budget | None = None
     """Error budget that replaces the mode's limit and compressors."""
     share: float = 1.0
-    """Fraction of the limit that may be used."""
+    """Fraction of the error limit that may be used."""
     at: ExchangePoint = ExchangePoint.GRADIENT
-    """Exchanged tensor. Plans for momenta have no error limit, because a residual enters the next exchange."""
+    """Exchanged tensor. Plans for momenta have no error limit."""
 
     @classmethod
     def of(cls, compress: Compress, bursts: float = 1.0, table: ErrorTable = ASSUMED) -> Terms:
-        """Build terms from user options, with Gaussian errors by default."""
+        """Build terms from user options. Without a `table`, compression errors on Gaussian values are assumed."""
         asked = compress.budget
         return cls(compress.mode, bursts, compress.pinned, None if asked is None else Budget(asked, table))
 
@@ -108,14 +108,14 @@ class Question:
     losses: Losses | None = None
     """Errors of strategies on the workload's gradients; None to assume Gaussian gradient values."""
     prices_errors: bool = False
-    """True to search for the price of error with which a plan within the limit is fastest."""
+    """True to try several prices of error, to find the fastest plan within the limit."""
 
 
 def questions_of(prices: StepPrices, terms: Terms) -> list[Question]:
     """Build the questions: vectors in their own buckets or together with matrices, large gradients cut or whole.
 
-    If latency dominates, one bucket fewer can save more than precise vectors or overlap. Pinned gradients have their
-    own buckets.
+    Vectors in their own buckets are exchanged more precisely, and cut gradients overlap more. But if latency dominates,
+    one bucket fewer can be faster. Pinned gradients have their own buckets.
     """
     workload, cluster, offload = prices.workload, prices.cluster, prices.costs.offloads
     losses, limit = terms.losses(workload, cluster), terms.limit(workload, cluster)

@@ -78,7 +78,7 @@ class _GraphTaskWriter:
 
 
 def _blocks(node: Node) -> bool:
-    """Return whether the main thread waits here for a collective whose result is copied to the host."""
+    """Return whether the main thread waits at this node for a collective whose result is copied to the host."""
     return info(node).role is Role.WAIT and any(info(user).stream is Stream.D2H for user in node.users)
 
 
@@ -131,7 +131,7 @@ def read_momenta(workload: Workload, before: GraphModule, after: GraphModule) ->
 
 
 _BODY = (Role.COMPUTE, Role.ARRIVE, Role.EXCHANGE, Role.GRADIENT)
-"""Roles of nodes whose time counts as compute, including exchanges, which interrupt it."""
+"""Roles of nodes whose time counts as compute. Exchanges count because compute waits for them."""
 
 
 def _by_parameter(gm: GraphModule, roles: Collection[Role]) -> dict[str | None, float]:

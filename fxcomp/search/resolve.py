@@ -35,7 +35,7 @@ from fxcomp.search.question import Terms, questions_of
 from fxcomp.search.workload import content_of
 
 WORTH_MOVING = 0.02
-"""Fraction of the step time that other buckets must save, because they need a new program."""
+"""Fraction of the step time that a plan with other buckets must save, because it needs a new program."""
 
 _ROUNDS = 8  # prices to try
 _ROUND = Limits(evaluations=600, options=5, pairs=False, borders=False)
@@ -52,8 +52,6 @@ class Solved:
 
 
 class Resolve:
-    """Search that runs in short calls of `turn`."""
-
     def __init__(self, prices: StepPrices, plan: Plan, terms: Terms, *, moves: bool = True) -> None:
         self._prices, self._plan, self._terms = prices, plan, terms
         self._moves = moves

@@ -1,12 +1,12 @@
 """Pick the plans (runners) of a race, and decide which one to use without a race.
 
     dense, always
-    bf16 everywhere, flat or hierarchical, if the mode allows it
-    the plan with the shortest predicted step, and up to two more that differ from all of these
+    bf16 everywhere, flat or hierarchical, if the mode allows bf16
+    the plan with the shortest predicted step, and up to two other plans that differ from all of these
 
-`fxcomp.step.race` times them alternately in training steps. If ranks exchange momenta, the fastest plan and bf16 in the
-same buckets race after the warm-up. Each plan has a predicted step time and a fraction of random draws of cost errors
-(`shared_draws`) in which it beats dense.
+`fxcomp.step.race` times runners alternately in training steps. If ranks exchange momenta, the fastest plan and bf16 in
+the same buckets race after the warm-up. A runner *wins* in a fraction of random draws of cost errors (`shared_draws`):
+the draws in which the runner beats dense.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fxcomp.search.plan_tasks import StepPrices
 from fxcomp.search.shared_draws import in_draws, share_won
 
 WORTH_TRYING = 0.1
-"""Minimum fraction of draws for a race; dense and bf16 always race."""
+"""Minimum fraction of won draws for a race; dense and bf16 always race."""
 
 WORTH_FOLLOWING = 0.75
-"""Minimum fraction of draws for a plan to be used without a race."""
+"""Minimum fraction of won draws for a plan to be used without a race."""
 
 OTHERS = 2
 """Maximum number of runners besides dense, bf16 and predicted best."""
 
 DIFFERENT = 0.25
-"""Minimum fraction of elements with other compressors or levels than in any other runner."""
+"""Minimum fraction of elements for which a plan has other compressors or levels than each picked runner."""
 
 NEARLY_ALL = 0.02
-"""Value of DIFFERENT for the bf16 plan."""
+"""Replaces DIFFERENT for the bf16 plan."""
 
 SAME = 1e-3
 """Relative difference below which predictions are equal."""
@@ -54,7 +54,7 @@ class Runner:
     wins: float
     """Fraction of draws in which the plan beats dense."""
     loss: float
-    """Relative squared error of the gradient; decides ties."""
+    """Relative squared error of the gradient. Of plans with equal measured times, the smallest loss stays."""
     measured_ms: float | None = None
     """Median step time of the slowest rank, in ms; None until measured."""
     steps: int = 0
@@ -75,8 +75,8 @@ def pick_runners(
 ) -> tuple[Runner, ...]:
     """Pick runners, the shortest predicted step first. Equal plans of `always` get the first name.
 
-    `always` contains dense; bf16 is dropped if nearly equal to another runner. `others` are plans with step times in
-    µs, fastest first. They are picked if they differ, win enough draws, and no runner is as fast and as precise.
+    `always` contains dense; its bf16 plan must differ by NEARLY_ALL. `others` are plans with step times in µs, fastest
+    first. One is picked if it satisfies DIFFERENT and WORTH_TRYING, and no runner is as fast and as precise.
     """
     dense_us = in_draws(prices, always[DENSE])
 
@@ -109,7 +109,7 @@ def made_runner(
 
 
 def lined_up(runners: Sequence[Runner], plan: Plan) -> tuple[Runner, ...]:
-    """Return the runners, the current `plan` first; empty if `plan` or all others are missing."""
+    """Return the runners, with the current `plan` first. Return () if `plan` is no runner, or the only runner."""
     mine = [runner for runner in runners if runner.plan == plan]
     others = [runner for runner in runners if runner.plan != plan]
     return (*mine, *others) if mine and others else ()

@@ -48,7 +48,7 @@ def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
 def drawn_errors(error: float, compute_error: float) -> tuple[float, float, float]:
     """Return the standard deviations of the log errors of compute, links and compressors.
 
-    Links get the whole prediction error, because they cause most of it.
+    Links get the whole prediction error, because wrong link prices cause most of the error.
     """
     return COMPUTE_ERROR + compute_error, error, max(COMPRESSOR_ERROR, error) + compute_error
 

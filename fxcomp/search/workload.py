@@ -25,11 +25,11 @@ class Gradient:
     update_us: float
     element_type: ElementType = ElementType.F32
     own_us: float = 0.0
-    """Time to update the rank's momentum before its exchange, if momenta are exchanged."""
+    """Time to update the rank's momentum before the exchange, if momenta are exchanged."""
     moved_us: float = 0.0
     """Replaces `update_us` if momenta are exchanged."""
     joined_bytes: int = 0
-    """Bytes of the copy that joins a cut gradient's parts before the update; 0 in all parts but one."""
+    """Bytes of the copy that joins a cut gradient's parts before the update. The part with the update has them."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.ready_us <= MOST_US and 0 <= self.update_us <= MOST_US):
@@ -49,7 +49,7 @@ class Gradient:
         return len(self.shape) <= 1
 
     def part(self, extent: range, *, bears_update: bool) -> Gradient:
-        """Return a part of the gradient. With `bears_update` it includes the whole update."""
+        """Return a part of the gradient. With `bears_update` the part includes the whole update."""
         update_us, joined = (self.update_us, self.dense_bytes) if bears_update else (0.0, 0)
         return replace(self, shape=part_shape(self.shape, extent), update_us=update_us, joined_bytes=joined)
 
@@ -72,7 +72,7 @@ class Workload:
     commits: bool = False
     """True if updates wait until every gradient is known to be finite, and state is saved for rollback."""
     saves_residuals: bool = False
-    """True if residuals are saved too, bit for bit."""
+    """True if a rollback restores residuals from exact copies."""
     broadcast_bytes: int = 0
     """Bytes of the buffers that rank 0 broadcasts, e.g. batch-norm statistics."""
     broadcast_ready_us: float = 0.0
@@ -93,7 +93,7 @@ class Workload:
         assert not ready or ready[-1] <= self.backward_us, "backward ends with its last gradient or later"
 
     def after_compute(self, ahead_us: float) -> Workload:
-        """Return the step with `ahead_us` more compute at its start, or less if negative."""
+        """Return the step with `ahead_us` more compute at the start; less compute if `ahead_us` is negative."""
         if not ahead_us:
             return self
         last_us = max(0.0, self.backward_us + ahead_us)
@@ -130,7 +130,7 @@ class Workload:
 
     @property
     def updates_wait(self) -> bool:
-        """True if updates wait for every gradient and for `finish_us`, not only for their bucket."""
+        """True if every update waits for all gradients and `finish_us`; False if it waits only for its own bucket."""
         return self.clips or self.commits or self.finish_us > 0
 
     @property

@@ -39,7 +39,7 @@ _NAME = re.compile(r"rank(\d+)\.(.+)")
 def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, Tensor]:
     """Name every tensor of a rank's state by rank and path in the state.
 
-    `rank` is the rank in the job, if the state's rank is relative to a group.
+    Pass the job's `rank` if the state's own rank counts within a smaller group.
     """
     tensors: dict[str, Tensor] = {}
     about = _without_tensors(state, "", tensors)
@@ -73,7 +73,10 @@ def _below(place: str, key: Any) -> str:
 
 
 def states_of(given: Any) -> list[Any]:
-    """Return the states in `given`: states, their tensors, or a list. Raises BadState if tensors are missing."""
+    """Return the states in `given`: a state, tensors of `to_tensors`, or a list of either.
+
+    Raises BadState if tensors are missing.
+    """
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):
@@ -119,7 +122,7 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor], rank: int) -> Any:
 def saved_plan(saved: Any) -> Plan | None:
     """Return the plan of a `saved` state or checkpoint, even if the job was still in the plan's warm-up.
 
-    Returns None if the state has no plan. Raises BadState.
+    Returns None if the state has no plan. Raises BadState if `saved` is not a state.
     """
     states = states_of(saved)
     if not all(isinstance(state, Mapping) for state in states):
@@ -139,9 +142,9 @@ def read_checkpoint(
 ) -> dict[str, Tensor]:
     """Read this rank's part of a `folder` written by `dcp.save({under: step.checkpoint(), ...})`.
 
-    `under` is the key there. `rank` i of r `ranks` (default: the process group's) reads the states of ranks i, i + r,
-    ..., so that each state is read once. Pass the result, empty if there is no state, to `load_state_dict`. No rank
-    waits for another. Raises BadState.
+    `rank` i of r `ranks` (default: the process group's) reads the states that ranks i, i + r, ... saved, so that each
+    state is read once. Pass the result, empty if there is no such state, to `load_state_dict`. Ranks do not
+    communicate. Raises BadState if the folder has no checkpoint with the key `under`.
     """
     # imported here because it takes 0.3 s
     from torch.distributed.checkpoint.filesystem import FileSystemReader

@@ -30,7 +30,7 @@ def residual_layout(
     feedback: ErrorFeedback = CLASSIC,
     shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[Key, SlotLayout]:
-    """Return the layout of residuals, for each slot (compression of a bucket) with error feedback.
+    """Return the layout of the residual of each slot (compression of a bucket) with error feedback.
 
     `shapes` are needed only for buckets that end as shards, which are cut by rows.
     """
@@ -73,13 +73,13 @@ def state_layout(
 
 
 def _makers(leg: Encode, parts: Sequence[Part]) -> list[Compressor]:
-    """Return, for each part, the slot's compressor bound to the part's parameter."""
+    """Return, for each part, the slot's compressor with settings for the part's parameter."""
     numbers = sorted({part.index for part in parts})
     return [leg.compressor.of_segment(numbers.index(part.index)) for part in parts]
 
 
 def _by_rows(bucket: Bucket, shapes: Sequence[Sequence[int]], ranks: int) -> tuple[Part, ...]:
-    """Return the parts of a bucket cut by rows. Parts may extend beyond a parameter's end."""
+    """Return all ranks' parts of a bucket cut by rows. Parts may extend beyond a parameter's end."""
     return tuple(
         Part(bucket.names[index], extent.start, len(extent), bucket.sizes[index], index)
         for index, extent in row_shards(shapes, ranks)
@@ -95,11 +95,10 @@ def _buckets(plan: Plan) -> Iterator[tuple[int, Bucket, tuple[Part, ...]]]:
 
 
 def share_memories(kept: CompressorStates, reset: Collection[str], sharing: Sharing) -> set[str]:
-    """Copy shared compressor states that start fresh on this rank from a rank that continues them. Every rank calls it.
+    """Fill shared compressor states that this rank lacks from a rank that has them. Every rank calls it.
 
-    Ranks that compress equal values must draw equal random bits, or their payloads would differ. Such ranks share
-    states with equal labels, but some ranks may lack a state after loading or a change of plan. Returns the labels of
-    states that start fresh on all ranks.
+    Ranks that compress equal values must draw equal random bits, or their payloads would differ, so they share states
+    with equal labels. Returns the labels of states that all ranks lack.
     """
     shared = kept.shared()
     lacking = [label for label in shared if label in reset]
@@ -135,7 +134,7 @@ class GradientState:
     residuals: Arena
     compressor_states: CompressorStates
     owed: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Flat residuals without a slot in this plan, by parameter, added to the next gradients."""
+    """Flat residuals without a slot in this plan, by parameter. The next step adds them to the gradients."""
     rates: dict[int, float] = field(default_factory=dict[int, float])
     """Learning rate to which residuals are scaled, by parameter group."""
 
@@ -153,7 +152,7 @@ class GradientState:
 
     @property
     def owes_something(self) -> bool:
-        """True if residuals remain to be sent. Synchronises with the device."""
+        """True if a residual is not zero. Synchronises with the device."""
         return bool(self.owed) or not self.residuals.is_zero
 
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
@@ -180,10 +179,10 @@ class GradientState:
         fresh.rates = dict(self.rates)
 
     def owed_here(self, sizes: Mapping[str, int], ranks: int) -> dict[str, Tensor]:
-        """Return values that replace this rank's residuals if this state is dropped: flat tensors, by parameter.
+        """Return flat tensors, by parameter, that replace the residuals if this state is dropped.
 
-        Added to the rank's next gradients, they have the effect of the residuals. Gradients have weight 1/ranks in the
-        mean, so no communication is needed.
+        The rank adds these tensors to its next gradients. Residuals are multiplied by `ranks`, because a rank's
+        gradient has the weight 1/ranks in the mean.
         """
         owed = {name: value.clone() for name, value in self.owed.items()}
         for name in self.residuals.covered:
@@ -216,7 +215,7 @@ class GradientState:
                 self.owed[name].mul_(factor)
 
     def scale_to_rates(self, rates: Mapping[int, float], names: Mapping[int, Sequence[str]]) -> None:
-        """Rescale residuals by lr_old / lr_new, except for rates of zero. `names` has each group's parameters."""
+        """Rescale residuals by lr_old / lr_new, unless lr_new is 0. `names` has each group's parameters."""
         for group, rate in rates.items():
             if rate <= 0:
                 continue

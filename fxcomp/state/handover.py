@@ -4,14 +4,13 @@ A slice, part of a rank's residual in one slot, contributes `weight · values` t
 values have no slot and are added to the rank's next gradient; they contribute `owed / ranks`. Under another plan or
 number of ranks,
 
-- slices with the same slot and share of the weight stay on their rank, bit for bit if the weight is the same;
+- a slice stays on its rank if its slot, place and fraction of all ranks' weights are unchanged: its values are copied,
+  and rescaled if the weight itself has changed;
 - the rest R of the sum goes to the first slot of the new layout: each rank with this slot gets R / (sum of these ranks'
   weights), and other slots start at zero;
 - values that no slot covers are owed.
 
-For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two. In a two-shot strategy, the first
-residual has weight 1/ranks, and the second, of the mean, has weight 1 on its owner. Splitting R keeps the next payloads
-small.
+For example, residuals 3, 6 and 9 on three ranks (mean 6) become 6 on each of two.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Collectives on states. `topic` prefixes the topic of each collective."""
+    """Collectives on states. `topic` begins the description of each collective in errors."""
 
     peers: Ranks
     sum_over_ranks: Callable[[Tensor], None]
@@ -51,7 +50,7 @@ class Sharing:
 class Holding:
     """This rank's part of the residual of `ranks` ranks: slices, and flat owed values.
 
-    A parameter has several owed values if this rank also loads the states of ranks that have gone.
+    A parameter has several owed values if this rank loads the states of several saved ranks.
     """
 
     ranks: int
@@ -98,9 +97,10 @@ class Holding:
 
 
 def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: Sharing) -> dict[str, Tensor]:
-    """Fill an arena from a holding, and return the values owed to the next gradients. Every rank calls it.
+    """Fill the new residuals `into` from old ones, and return the values that are owed. Every rank calls it.
 
-    `sizes` has each parameter with a gradient, in the same order on all ranks. Arena and holding must not share memory.
+    `sizes` has each parameter with a gradient, in the same order on all ranks. `into` and `holding` must not share
+    memory.
     """
 
     names, ranks = list(sizes), sharing.peers.world_size
@@ -148,7 +148,7 @@ def hand_over(holding: Holding, into: Arena, sizes: Mapping[str, int], sharing: 
 
 
 def _uncovered(mean: Tensor, covered: Sequence[range]) -> Tensor | None:
-    """Return the mean, with zeros where a slot covers it; None if slots cover all."""
+    """Return the mean with zeros at elements that a slot covers; None if slots cover all elements."""
     if sum(map(len, covered)) == mean.numel():
         return None
     rest = mean.clone()

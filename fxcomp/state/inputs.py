@@ -46,9 +46,9 @@ class Sums:
         return self._sums[name]
 
     def complete(self, *, is_weighted: bool) -> None:
-        """Set `factor` so that it averages over a group ended by the next micro-batch, and removes a loss scale.
+        """Set `factor` before the last micro-batch of a group: it averages, and removes the loss scale.
 
-        A weighted loss is averaged by its count instead.
+        For weighted losses `share` averages, and `factor` only removes the scale.
         """
         ends_after = self.micro_batches + 1
         if self._scale is None:
@@ -57,17 +57,13 @@ class Sums:
             torch.mul(self._scale.inverse, 1.0 if is_weighted else self._length / ends_after, out=self.factor)
 
     def seed(self, *, is_weighted: bool) -> Tensor:
-        """Return the initial gradient of a micro-batch's backward pass: the loss scale, divided by the group length
-        unless the loss is weighted.
-
-        Thus fp16 gradients overflow as in a loop that divides the loss by the length.
-        """
+        """Return a micro-batch's initial gradient for backward: scale / length, or the scale for weighted losses."""
         assert self._scale is not None, "only a scaled loss has a seed"
         scale = self._scale.scale
         return scale if is_weighted or self._length == 1 else scale / self._length
 
     def whole(self, name: str, gradient: Tensor, share: Tensor | None = None) -> Tensor:
-        """Return a group's mean gradient, given its last `gradient` and, for weighted losses, the result of `share`."""
+        """Return a group's mean gradient. `gradient` is the last micro-batch's, `share` the result of `self.share`."""
         before = self._sums.get(name)
         if before is None and share is None and self._scale is None:
             return gradient
@@ -154,7 +150,7 @@ class Inputs:
         self._make_missing_state()
 
     def has_stepped(self, program: Program, unmoved: Collection[str] = ()) -> None:
-        """Advance Python step counters. Optimizer states of parameters not in `unmoved` are no longer fresh."""
+        """Advance Python step counters, and mark optimizer states as not fresh, except for parameters in `unmoved`."""
         for owner in self._maybe_fresh(program):
             if owner.name not in unmoved:
                 fresh_states(owner.optimizer).pop(owner.parameter, None)
@@ -171,7 +167,7 @@ class Inputs:
     def _renewed(self, program: Program) -> dict[int, set[bool]]:
         """Reset fresh (never stepped) optimizer states that a program updates.
 
-        Return, by parameter group, the values of `is_fresh`.
+        Return the values of `is_fresh` that occur in each parameter group.
         """
         kinds: dict[int, set[bool]] = {}
         fresh: list[Owned] = []

@@ -38,8 +38,8 @@ from fxcomp.ranks import Ranks
 from fxcomp.state.saved_state import Given, states_given
 
 LEAST_MAGNITUDE = 0.01
-"""Lower bound of a frozen second moment, relative to its tensor's mean. An element's first gradient then moves it at
-most about ten times as far as other elements.
+"""Lower bound of a frozen second moment, relative to its tensor's mean. With 0.01, an element without earlier gradients
+moves at most about ten times as far as other elements.
 """
 
 _AT_ONCE = 1 << 20
@@ -84,7 +84,7 @@ class MovedState:
         return float((found[1] - found[0]).sum())
 
     def to_gradients(self, owner: Owned) -> Tensor:
-        """Return d / s, flat, which converts a residual of the exchanged mean to one of gradients."""
+        """Return d / s, flat, the factor from a residual of the exchanged mean to a gradient residual."""
         slope = self.slope(owner)
         if self.magnitude is None:
             return torch.ones_like(owner.state[self.mean]).reshape(-1) / slope
@@ -131,7 +131,7 @@ class Momenta:
         self._thaws = 0
 
     def resume(self, steps: int) -> None:
-        """Continue after `steps` steps of the job, more or fewer than before."""
+        """Continue after `steps` steps of the job, which may be more or fewer than this object has seen."""
         self._goes_on = self._is_frozen = self.freezes_at is not None and steps > self.freezes_at
 
     def take_over(self, saved: SavedMomenta) -> None:
@@ -144,7 +144,7 @@ class Momenta:
         return step == self.freezes_at and not self._is_frozen
 
     def lacking(self, plan: Plan) -> tuple[str, int, int] | None:
-        """Return the parameter with the fewest updates: name, updates, updates needed for a freeze. None if enough.
+        """Return (name, updates, updates needed for a freeze) of the parameter with the fewest updates, if too few.
 
         Steps that were skipped or did not use the parameter do not count.
         """
@@ -155,7 +155,7 @@ class Momenta:
         return (name, updates[name], needed) if name is not None and updates[name] < needed else None
 
     def before_step(self, step: int, plan: Plan) -> None:
-        """Freeze second moments if due. Loading does not, as the optimizer's state may be loaded after the step's."""
+        """Freeze second moments if due. Loading does not freeze, because the optimizer's state may be loaded later."""
         if self.is_due(step):
             freeze_magnitudes(self._states_by(plan), self._owners)
             self._is_frozen = True
@@ -176,7 +176,7 @@ class Momenta:
     def energies(self, plan: Plan) -> dict[str, float]:
         """Return the energy of each parameter whose momentum is exchanged.
 
-        It is about the mean square of update / learning rate, and at most 1 while the second moment fits.
+        The energy is about the mean of (update / learning rate)^2. It exceeds 1 if the frozen moment is too small.
         """
         moved = {n: m for n, m in self._states_by(plan).items() if m.magnitude is not None}
         sizes = [max(1, self._owners[name].parameter.numel()) for name in moved]
@@ -203,8 +203,8 @@ class Momenta:
     def thaw(self, step: int, plan: Plan, energies: Mapping[str, float]) -> None:
         """Unfreeze second moments, multiply them by energies above 1, and choose the step of the next freeze.
 
-        The time until the next freeze doubles with each thaw, and is long enough for the scaling to decay. If an energy
-        is not finite, moments are not frozen again.
+        The time until the next freeze doubles with each thaw, and is long enough for multiplied moments to decay. If an
+        energy is not finite, moments are not frozen again.
         """
         self.is_thawed, self._is_frozen = True, False
         self._thaws += 1
@@ -222,12 +222,12 @@ class Momenta:
 
 
 def steps_to_forget(times: float, beta2: float) -> int:
-    """Return the steps until a second moment multiplied by `times` has decayed back."""
+    """Return the steps after which a second moment multiplied by `times` has decayed by this factor."""
     return math.ceil(math.log(times) / -math.log(beta2)) if 0 < beta2 < 1 else 0
 
 
 def freeze_magnitudes(moved: Mapping[str, MovedState], owners: Mapping[str, Owned]) -> None:
-    """Clamp second moments from below, because updates are divided by them until a thaw; the same on all ranks.
+    """Clamp second moments from below, because updates are divided by their roots until a thaw.
 
     An element that never had a gradient has a second moment of 0. The bound is a fraction of the tensor's mean, or, if
     the mean is 0, of the mean of other tensors' means. Non-finite tensors are unchanged.
@@ -253,11 +253,11 @@ class SavedMomenta(NamedTuple):
     is_thawed: bool
     thaws: int
     freezes_at: int | None
-    """Step of the last or next freeze; None for the planned one, or if there is none after a thaw."""
+    """Step of the last or next freeze. None: the planned step, or, if `is_thawed`, no further freeze."""
 
     @classmethod
     def told(cls, given: Given, ranks: Ranks) -> list[SavedMomenta]:
-        """Read these fields of all ranks' saved states, if any. Every rank calls it."""
+        """Read the fields from the saved states of all ranks that have a state. Every rank calls it."""
         everyone = ranks.gather("whose momentum was exchanged", cls._read(given))
         return [cls(*each) for each in everyone if each is not None]
 
@@ -272,7 +272,7 @@ class SavedMomenta(NamedTuple):
 
 
 def check_momenta(found: Sequence[SavedMomenta], plan: Plan, steps: int) -> None:
-    """Raise BadState if saved residuals have another unit (momenta or gradients) than this job's.
+    """Raise BadState if saved residuals are of momenta where this job's are of gradients, or the reverse.
 
     `plan` is this job's plan after `steps` steps.
     """

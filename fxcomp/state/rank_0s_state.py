@@ -22,7 +22,7 @@ from fxcomp.runtime.arrivals import digest_of
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Sum each tensor's bits as integers, with one copy to the host per device."""
+    """Return a checksum per tensor, the sum of its bits as integers, with one copy to the host per device."""
     sums: list[int] = [0] * len(tensors)
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(tensors):
@@ -37,7 +37,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 def share_optimizer_state(training: Training, ranks: Ranks) -> tuple[str, ...]:
     """Copy rank 0's optimizer state to every rank if any rank's state differs; return notes for the report.
 
-    Raises ReplicasDiffer if the optimizers keep different tensors for a parameter.
+    Raises ReplicasDiffer if ranks keep different state tensors for a parameter.
     """
     if ranks.world_size == 1:
         return ()

@@ -27,11 +27,11 @@ from fxcomp.state.handover import Holding, Sharing, hand_over
 VERSION = 3
 
 Given = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-"""One saved state, several if the job has fewer ranks now, or None."""
+"""Argument of `load_state_dict`: one saved state, several if the job has fewer ranks than before, or None."""
 
 
 def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: int) -> dict[str, Any]:
-    """Copy a rank's state as plain data and tensors, keyed by parameter name."""
+    """Copy a rank's gradient state as plain data and tensors. Residuals are keyed by parameter name."""
     return {
         "version": VERSION,
         "plan": plan.digest,
@@ -71,7 +71,7 @@ def scale_of(given: Given) -> float | None:
 
 
 def plan_of(given: Given) -> Any:
-    """Return the JSON of the saved states' plan, or None if there is none."""
+    """Return the first saved plan as JSON, or None without a saved plan."""
     return next((state[PLAN] for state in states_given(given) if PLAN in state), None)
 
 
@@ -87,11 +87,11 @@ class Saved:
     residuals: Mapping[str, Sequence[Slice]]
     owed: Mapping[str, Tensor]
     compressors: Mapping[str, Any]
-    """States of compressors, validated by `take_back`."""
+    """Compressor states, validated later by `CompressorStates.take_back`."""
 
 
 def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
-    """Validate one state against the parameters' `sizes`. Raises BadState."""
+    """Validate one state. `sizes` has each parameter's number of elements. Raises BadState."""
     check_are_states([given])
     version: Any = given.get("version")
     if version != VERSION:
@@ -129,7 +129,7 @@ def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
 
 
 def _rates(given: Mapping[str, Any]) -> dict[int, float]:
-    """Return learning rates by integer group; JSON has made the keys strings."""
+    """Return learning rates by group index; JSON has turned the indices into strings."""
     return {int(group): rate for group, rate in given["learning_rates"].items()}
 
 
@@ -173,20 +173,21 @@ def _check(what: str, name: str, kept: Slice, sizes: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """This rank's saved states, and facts about the job that saved them, equal on all ranks."""
+    """Saved states that this rank loads. The other fields describe the saving job and are equal on all ranks."""
 
     states: tuple[Saved, ...]
     ranks: int
     steps: int
     rates: Mapping[int, float]
     lost: tuple[int, ...]
-    """Ranks whose states are missing."""
+    """Ranks of the saving job whose states no rank loads."""
 
 
 def read_together(given: Given, sizes: Mapping[str, int], sharing: Sharing) -> Agreed | None:
-    """Validate all ranks' states, if any. Every rank calls it. `sizes` has each parameter's number of elements.
+    """Validate the states that all ranks load; return None if there are none. Every rank calls it.
 
-    Raises BadState on all ranks if states do not match, and PeerFailed if another rank's state is bad.
+    `sizes` has each parameter's number of elements. Raises BadState on all ranks if states do not belong together, and
+    PeerFailed if another rank's state is bad.
     """
 
     def mine() -> tuple[Saved, ...]:
@@ -231,10 +232,10 @@ def check_shared_facts(known: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def restore(agreed: Agreed, into: GradientState, trained: Mapping[str, int], sharing: Sharing) -> None:
-    """Load the states into the current plan's state. Every rank calls it.
+    """Load the saved states into the current plan's state `into`. Every rank calls it.
 
     `trained` has the number of elements of each parameter with a gradient, in the same order on all ranks. Raises
-    BadState if shared states of compressors differ.
+    BadState if a compressor state differs between ranks that must share it.
     """
     states, rank = agreed.states, sharing.peers.rank
     sharing.attempt("reporting lost residuals", lambda: tell_what_is_lost(agreed, trained, rank))
@@ -280,7 +281,7 @@ def _warn(text: str) -> None:
 
 
 def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorStates, sharing: Sharing) -> None:
-    """Load compressor states that match the plan. A rank without a shared state takes it from another rank."""
+    """Load compressor states that match the plan. A rank that lacks a shared state receives another rank's."""
     reset = sharing.attempt("loading compressor states", lambda: kept.take_back(states))
     shared = kept.shared()
     fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}

@@ -1,11 +1,11 @@
 """Compare numbers and options of the optimizers' parameter groups between ranks in every step.
 
 Without this check replicas would drift apart, for example if a rank schedules its learning rate by its own loss. A
-digest is sent with a collective of the step (`runtime/rider.py`). If it differs, ranks exchange the numbers through the
-store, and all raise an error.
+digest of the values is sent with a collective of the step (`runtime/rider.py`). If digests differ, ranks exchange the
+values through the store. All ranks raise an error if the values differ.
 
-A rank that captures a new kind of batch changes its digest on purpose. All ranks then verify the same later step:
-`verified_after`.
+A rank that captures a new kind of batch changes its digest on purpose, so that all ranks verify the same later step
+(`verified_after`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _UPDATED = {
 }
 
 VERIFIED_AFTER = 2 * LATE + 1
-"""Number of steps from a new capture to the step that all ranks verify. By then all have received the digest.
+"""Number of steps from a new capture to the step that all ranks verify. By then all ranks know of the capture.
 
-A digest reaches the ranks of two levels one after the other, each up to LATE steps late.
+With two levels, the digest crosses one level after the other, each up to LATE steps late.
 """
 
 SELDOM = 50
@@ -49,7 +49,7 @@ Numbers = Sequence[Mapping[str, float]]
 
 
 class Alike:
-    """Numbers and options of this rank's updates, and the `Rider` that sends their digest."""
+    """Optimizer numbers and options of this rank, and the `Rider` that sends their digest."""
 
     def __init__(self, training: Training, site: Site) -> None:
         self._training, self._site = training, site
@@ -104,7 +104,7 @@ class Alike:
         return facts
 
     def _differ(self, level: str, late: int) -> None:
-        """Handle a differing digest: record another rank's capture, or raise ReplicasDiffer on its group's ranks."""
+        """Handle digests that differ in a group of `level`: record another rank's capture, or raise ReplicasDiffer."""
         ranks = self._site.ranks
         groups = self._site.cluster.groups(Level(level))
         members = next(tuple(group) for group in groups if ranks.rank in group)
@@ -138,7 +138,7 @@ def _first_difference(told: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Remove the ids of tensors and long collections, because they differ between processes."""
+    """Remove `id`s, which stand for tensors and long collections, because they differ between processes."""
     if not isinstance(value, tuple):
         return value
     items = cast("tuple[Any, ...]", value)

@@ -1,8 +1,8 @@
-"""Use of each step, from its number and data that all ranks agree on.
+"""Choose the use of each step from the step's number and data that are equal on all ranks.
 
     verified ─► timed to choose a plan ─► turn of a race ─► none, during the warm-up ─► measurement of errors (*look*)
 
-A step gets the leftmost use that applies, the same on all ranks. It has at most one use, because each makes it longer.
+A step gets the leftmost use that applies. Each use lengthens the step, so a step has at most one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
 WINDOW = 100
-"""Steps per window. Medians of windows are compared to detect drift."""
+"""Steps per window. The median step times of windows are compared to detect drift."""
 
 SETTLED = 20
 """Minimum number of steps under a plan before a look, which needs the median step time."""
@@ -26,7 +26,7 @@ LASTS = ("patience", "patient_until")
 """Saved fields of a calendar, besides BEGINS and IS_SETTLED."""
 
 BEGINS = "begins"
-"""Saved key: first step of the warm-up, 0 after it; None before a plan is chosen."""
+"""Key of the saved first step of the warm-up: 0 after the warm-up, None before a plan is chosen."""
 
 IS_SETTLED = "is_settled"
 """Key of the saved value of `Calendar.is_settled`."""
@@ -59,16 +59,16 @@ class RaceTurn:
 
 @dataclass(slots=True)
 class Calendar:
-    """Agreed uses of steps, numbered from the first step of the job."""
+    """Uses of steps, equal on all ranks. Steps are numbered from the first step of the job."""
 
     verified: VerifiedSteps = NO_STEPS
     warm_from: tuple[int, ...] = (0,)
-    """First step of each warm-up stage, then of the plan that stays."""
+    """First step of each warm-up stage. The last entry belongs to the plan that stays."""
     followed_from: int = 0
     timed: tuple[int, ...] = ()
     """Steps timed to choose a plan; empty once it is chosen."""
     checked: tuple[int, ...] = ()
-    """Steps whose times check an earlier job's costs; empty after the check."""
+    """Steps whose times are compared with an earlier job's costs; empty after the comparison."""
     turn: RaceTurn | None = None
     """Current turn, or first turn of a scheduled race; None without a race."""
     patience: int = 1
@@ -99,7 +99,7 @@ class Calendar:
         return step in self.verified or step == self.verified_too
 
     def stage_at(self, step: int) -> int:
-        """Return the index of a step's warm-up stage; after the warm-up, of the plan that stays."""
+        """Return the index of a step's warm-up stage; after the warm-up, the number of stages."""
         return max(0, sum(first <= step for first in self.warm_from) - 1)
 
     def is_warm_at(self, step: int) -> bool:
@@ -127,7 +127,7 @@ class Calendar:
     def free_steps(self, step: int, count: int) -> tuple[int, ...]:
         """Return the first `count` steps from `step` on that are not in `verified`.
 
-        `verified_too` is ignored, because ranks receive it in different steps.
+        `verified_too` is ignored, because ranks set it at different steps.
         """
         found: list[int] = []
         while len(found) < count:
@@ -137,7 +137,7 @@ class Calendar:
         return tuple(found)
 
     def stay(self) -> None:
-        """End the warm-up, even if the job later resumes at an earlier step."""
+        """End the warm-up for all steps, also for earlier ones at which the job may resume."""
         self.warm_from = (0,)
 
     def be_patient(self, step: int, *, changed: bool) -> None:
@@ -154,7 +154,7 @@ class Calendar:
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Continue at another step under the same plan. Raises BadState.
 
-        Without `saved`, drift checks are not paused.
+        Without `saved`, the pause of drift checks ends.
         """
         self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):

@@ -56,10 +56,10 @@ _IS_NOT_COPIED = (
 class CompiledStep:
     """A training step; call it with a batch. Parameters, buffers and the optimizer's state change in place.
 
-    Return the detached loss, or `(loss, aux)` if the loss function does. The `.grad` of parameters is not set.
+    Return the detached loss, or `(loss, aux)` if the loss function returns aux. Parameters' `.grad` is not set.
 
-    With `accumulate`, each call runs one micro-batch of a group. `step(batch, last=True)` ends a shorter group, on
-    every rank at the same call.
+    With `accumulate`, each call runs one micro-batch of a group. `step(batch, last=True)` ends a group early, on every
+    rank at the same call.
     """
 
     def __init__(self, force: PlanInForce, planner: Planner, site: Site, options: StepOptions):
@@ -148,8 +148,8 @@ class CompiledStep:
     def replan(self) -> bool:
         """Measure the links again, choose a plan and follow it. Return True if the plan changed.
 
-        Every rank calls it after the same step. Plans may race, as after compiling. Residuals are kept, or sent with
-        the next step if the new plan does not feed them back. Raises CannotReplan.
+        Every rank calls it after the same step. Plans may then race. Residuals are kept. If the new plan has no error
+        feedback for a gradient, the next step sends the gradient's residual. Raises CannotReplan.
         """
         self._schedule.check_replan(self.steps)
         self._execution.check()
@@ -171,7 +171,7 @@ class CompiledStep:
 
     @property
     def costs(self) -> CostTable:
-        """Costs by which the plan was chosen; assumed at first in a job without measured costs.
+        """Costs by which the plan was chosen; before measurements, they may be assumed.
 
         `compile_step(..., costs=step.costs)` skips the measurements.
         """
@@ -259,7 +259,7 @@ class CompiledStep:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals, compressor states and plan, without model and optimizer.
 
-        A job that loads it before its first step follows the saved plan, unless plans were still racing.
+        A job that loads the state before its first step follows the saved plan, unless plans raced when it was saved.
         """
         self._execution.group.check_is_over()
         return self.in_force.state_dict(self.steps)
@@ -267,17 +267,17 @@ class CompiledStep:
     def checkpoint(self) -> dict[str, Tensor]:
         """Return this rank's state as plain tensors, with names unique to the rank, for checkpoint libraries.
 
-        It includes the default random generators; `load_state_dict` restores them if the number of ranks is the same.
+        The state includes the default random generators, restored by `load_state_dict` if the number of ranks is equal.
         """
         return to_tensors({**self.state_dict(), GENERATORS: generators(self._site.device)})
 
     def load_state_dict(self, state: Given) -> None:
-        """Load a `state` from `state_dict` or `checkpoint`. Every rank calls it, with None if it has no state.
+        """Load a `state` from `state_dict` or `checkpoint`. Every rank calls it; a rank without a state passes None.
 
-        The states may come from another plan or number of ranks. Each state is loaded by exactly one rank, the states
-        of removed ranks by any: `load_state_dict([state, another])`. The sum of the residuals stays the same (see
-        `fxcomp.state.handover`). A rank without a state receives the shared values: the number of steps, and states of
-        compressors with summed payloads.
+        The states may come from another plan or number of ranks. Each state is loaded by exactly one rank. If the job
+        has fewer ranks now, some ranks load several states: `load_state_dict([state, another])`. The sum of the
+        residuals stays the same (see `fxcomp.state.handover`). A rank without a state receives the shared values: the
+        number of steps, and states of compressors with summed payloads.
 
         Raises BadState, or PeerFailed if another rank's state does not fit. Training is then blocked until a state is
         loaded. Loading a state also lets ranks continue after an exception inside a step.

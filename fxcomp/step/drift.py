@@ -2,7 +2,7 @@
 
     every WINDOW steps under a plan     median step time on the slowest rank
     first median                        settled time, until another plan is followed
-    later median, off by FACTOR         drift; the schedule measures the links again or races plans
+    later median, up or down by FACTOR  drift; the schedule measures the links again or races plans
 
 All ranks compare the same medians.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from fxcomp.step.calendar import WINDOW
 
 FACTOR = 1.25
-"""Ratio of window medians that counts as drift. Step times of a busy machine vary less (assumed)."""
+"""Ratio of window medians that counts as drift. On a busy machine, medians vary by less (assumed)."""
 
 LEAST = WINDOW // 4
 """Minimum number of timed steps per window and rank. Not timed: verified steps, and batches unlike the first."""
@@ -29,7 +29,8 @@ def median_of_window(times_ms: Sequence[float]) -> float:
 def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, str]:
     """Compare the window that ends after `step` steps with the settled time. `medians_ms` has one value per rank.
 
-    Return the settled time and a sentence on drift; empty without drift, or if a rank timed fewer than LEAST steps.
+    Return the settled time and a sentence on drift. The sentence is empty without drift, or if a rank timed fewer than
+    LEAST steps.
     """
     now_ms = max(medians_ms)
     if min(medians_ms) < 0 or settled_ms is None:

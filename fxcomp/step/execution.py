@@ -46,7 +46,7 @@ class Execution(Executor):
         return program.captured.result(loss, aux)
 
     def step(self, number: int, batch: Any, schedule: StepSchedule, observers: Sequence[Observer]) -> StepUnderWay:
-        """Run step `number` on the last micro-batch of its group, with the observers of its use."""
+        """Run step `number` on the last micro-batch of a group, with the observers that want the step's use."""
         kind, leaves = batch_type(batch)
         program = self._force.find(batch, kind, leaves)
         self.group.complete(is_weighted=program.captured.is_weighted)

@@ -40,7 +40,7 @@ Arriving = Generator[None, Sequence[Tensor], Any]
 
 
 class Executor:
-    """Runs the emitted steps of one step function. `closed` is the message after `close`."""
+    """Runs the emitted steps of one step function. `closed` is the error message for calls after `close`."""
 
     def __init__(self, ranks: Ranks, closed: str = CLOSED_STEP):
         self._ranks, self._closed = ranks, closed
@@ -82,7 +82,7 @@ class Executor:
         return None
 
     def end(self, state: GradientState | None, runtime: Runtime) -> bool:
-        """Wait for the pool and clear the residuals of a dropped plan, which were sent. Return False if skipped."""
+        """Wait for the pool. Return False if the step was skipped, else clear the sent residuals of a dropped plan."""
         assert self._arriving is None, "a step ends with its last bucket"
         runtime.finish()
         counts = not runtime.counters.skipped

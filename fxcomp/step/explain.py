@@ -60,7 +60,7 @@ def explanation_of(
     steps: int,
     notes: Sequence[str],
 ) -> Explanation:
-    """Explain a decision followed for `steps` steps or backward passes."""
+    """Explain a decision that was followed for `steps` steps or backward passes."""
     return Explanation(
         plan=decision.plan,
         timeline=timeline,
@@ -117,8 +117,8 @@ def metrics_of(
 ) -> dict[str, Any]:
     """Return numbers for logs, without waiting for the device.
 
-    `steps`: steps or backward passes, including `skipped` ones. `payload_bytes`: as in
-    `CompiledStep`. Without a plan, numbers that need a plan are nan.
+    `steps`: number of steps or backward passes, including `skipped` ones. `payload_bytes`: bytes by kind of collective
+    and level. Without a plan, numbers that need a plan are nan.
     """
     sent = sum(payload_bytes.values())
     dense = sum(bucket.dense_bytes for bucket in plan.buckets) if plan is not None else math.nan

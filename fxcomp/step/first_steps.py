@@ -3,7 +3,7 @@
     step         first       alternating               last
     way          OVERLAPPED  HELD, OVERLAPPED, ...     ONE_BY_ONE; OVERLAPPED on an asynchronous device
 
-The first step allocates: it counts only if no other was timed.
+The first step allocates. It counts only if no other OVERLAPPED step was timed.
 
 OVERLAPPED steps run as usual. HELD steps start all collectives at the first wait. ONE_BY_ONE steps also time each
 operator. Only `between` communicates.
@@ -26,7 +26,7 @@ WAYS = (Way.OVERLAPPED, *(Way.HELD, Way.OVERLAPPED) * 3, Way.ONE_BY_ONE)
 WAYS_IF_LONG = (Way.OVERLAPPED, Way.HELD, Way.ONE_BY_ONE)
 
 MOST_TRIES = 3
-"""Maximum number of repetitions while a rank lacks timed steps. After them, a plan is chosen without timed steps."""
+"""Maximum number of repetitions while a rank lacks timed steps. Then a plan is chosen without timed steps."""
 
 
 class FirstSteps:

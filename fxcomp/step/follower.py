@@ -1,6 +1,6 @@
 """Plan that steps follow, or several racing plans, each with its gradient state (residuals, compressor states).
 
-carry_to            follow another decision and convert the state to it; ranks communicate
+carry_to            follow another decision and convert the state to its plan; ranks communicate
 line_up             start a race of the plan in force with other plans
 take_turn           follow one of the racing plans, with its own state; no communication
 settle_on           end the race; the plan that stays receives the residuals of the others
@@ -62,9 +62,9 @@ class Trained:
 class Followed:
     decision: Decision
     number: int
-    """Key of the plan's programs."""
+    """Key of the plan's programs in `Programs`."""
     state: GradientState | None = None
-    """None before the plan's first turn in a race."""
+    """Gradient state; None before the plan's first turn in a race."""
     scale: float | Tensor = 1.0
     """Loss scale that the residuals contain."""
 
@@ -106,7 +106,7 @@ class Follower:
 
     @property
     def trained_sizes(self) -> dict[str, int]:
-        """Elements of each parameter with a gradient, in the same order on all ranks."""
+        """Number of elements of each parameter with a gradient, in equal order on all ranks."""
         sizes = self.trained.sizes
         return {name: sizes[name] for name in self.trained.names}
 
@@ -118,8 +118,9 @@ class Follower:
     ) -> T:
         """Follow another decision; residuals are kept. Every rank calls it.
 
-        Return the result of `make`. `units` returns, by parameter, factors that convert residuals between gradients and
-        momenta. If either raises on one rank, all ranks keep the old decision.
+        `make` prepares the change; its result is returned. `units` returns factors, by parameter, that convert
+        residuals between gradients and momenta. If `make` or `units` raises on one rank, all ranks keep the old
+        decision.
         """
         fresh = self.trained.fresh
         made, state, factors = self._site.ranks.attempt(topic, lambda: (make(), fresh(decision.plan), units()))
@@ -134,7 +135,7 @@ class Follower:
     def enter_stage(self, stage: Plan, units: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
         """Convert the state to the layout of a warm-up stage. Every rank calls it.
 
-        `units` is as in `carry_to`; without it, a change of layout drops the residuals.
+        `units` is as in `carry_to`. Without `units`, a change of layout drops the residuals.
         """
         if units is not None and self.state.owes_something:
             self.state.change_unit(units())
@@ -144,7 +145,7 @@ class Follower:
             self.now.state = fresh
 
     def _laid_out_for(self, stage: Plan) -> GradientState | None:
-        """Return a fresh state if the layout changes. A stage without state uses the layout of the plan that stays."""
+        """Return a fresh state if the stage's layout differs. A stage without state uses the final plan's layout."""
         plan = stage if self.trained.keeps_something(stage) else self.decision.plan
         lies_alike = self.trained.residual_layout(plan) == self.state.residuals.layout
         return None if lies_alike else self.trained.fresh(plan)
@@ -167,7 +168,7 @@ class Follower:
             self.now.state = self.trained.fresh(self.decision.plan)
 
     def settle_on(self, number: int) -> tuple[Followed, ...]:
-        """End the race with one plan, and return the others. Their residuals are added to the next gradients."""
+        """End the race with one plan. Return the other plans, whose residuals are added to the next gradients."""
         self.take_turn(number)
         others = tuple(each for each in self.racing if each is not self.now)
         self._take_over(self.state, self.now, others)
@@ -175,7 +176,7 @@ class Follower:
         return others
 
     def start_over(self) -> None:
-        """Follow the plan from before the race, and drop the residuals of the others. Used before a state is loaded."""
+        """Follow the plan from before the race, and drop the others' residuals. Used before a state is loaded."""
         if self.racing:
             self.take_turn(0)
             for other in self.racing[1:]:

@@ -1,4 +1,4 @@
-"""Freeze second moments after enough updates of every parameter, to exchange momenta. Thaw moments that stop fitting.
+"""Freeze second moments after enough updates of every parameter, to exchange momenta. Thaw them if they stop fitting.
 
     before the freeze          if a parameter has too few updates, the warm-up lasts longer
     every LOOK_EVERY steps     energy of a parameter = mean (m / d)², with m the momentum and d the frozen root of the
@@ -63,7 +63,7 @@ class Freeze:
         return step + needed - updates
 
     def between(self, steps: int) -> None:
-        """Check the energies if due, and thaw if one exceeds LIMIT on any rank. Every rank calls it."""
+        """Check the energies if due, and thaw if an energy exceeds LIMIT on any rank. Every rank calls it."""
         if steps % LOOK_EVERY or not self._force.plan.moves_exchange:
             return
         energies = self._force.momenta.energies(self._force.plan)

@@ -60,11 +60,11 @@ class MicroBatchGroup:
         self.is_like_first &= is_like_first
 
     def unused(self, unused: Sequence[str]) -> Sequence[str]:
-        """Return the parameters unused in the whole group, given those `unused` in its next micro-batch."""
+        """Return the parameters unused in the whole group. `unused`: parameters unused in the next micro-batch."""
         return unused if self._unused is None else [name for name in unused if name in self._unused]
 
     def complete(self, *, is_weighted: bool) -> None:
-        """Let the next micro-batch end the group. `is_weighted`: its loss is a WeightedLoss."""
+        """Let the next micro-batch end the group. `is_weighted`: the loss function returns a WeightedLoss."""
         if self._length > 1 or self._scale is not None:
             self._sums.complete(is_weighted=is_weighted)
 

@@ -93,7 +93,6 @@ class PlanInForce:
 
     @property
     def is_warm(self) -> bool:
-        """True after the warm-up."""
         return self.stage == len(self.plans) - 1
 
     @property
@@ -106,7 +105,7 @@ class PlanInForce:
 
     @property
     def standing(self) -> Program:
-        """Program of the plan after the warm-up (in a race, of the current runner) for the first type of batch.
+        """Program of the plan after the warm-up, or of the current runner in a race, for the first type of batch.
 
         Used for predictions.
         """
@@ -117,7 +116,7 @@ class PlanInForce:
     def enter_stage_of(self, step: int, *, runs: bool = True) -> bool:
         """Enter the warm-up stage of `step`. Return True if the plan changed.
 
-        Every rank calls it, with `runs` False while a state is loaded.
+        Every rank calls it. `runs` is False if no step runs, because a state is loaded.
         """
         before, self.stage = self.plan, self.calendar.stage_at(step)
         if runs:
@@ -130,7 +129,6 @@ class PlanInForce:
 
     @property
     def predicted(self) -> Timeline:
-        """Predicted timeline of the plan in force."""
         return self._standing[self._number].timeline
 
     def find(self, batch: Any, kind: BatchType, leaves: Sequence[Any]) -> Program:
@@ -142,7 +140,7 @@ class PlanInForce:
         return self._micro_program(self.find(batch, kind, leaves).captured)
 
     def feed(self, batch: Any) -> None:
-        """Evaluate the guard and collect the arguments; only for timing."""
+        """Evaluate the guard and collect the arguments, to time this work."""
         self._capture.guard.key()
         self.inputs.of(self.program, batch_type(batch)[1], self.state)
 
@@ -165,8 +163,8 @@ class PlanInForce:
     ) -> None:
         """Follow another decision from the next step on. Residuals are kept.
 
-        `stages` are the plans of a warm-up by first step, with the decision's plan last; None for no warm-up. Every
-        rank calls it. If making a program fails on one rank, all ranks keep the old decision.
+        `stages` maps the first step of each warm-up stage to a plan, and ends with the decision's plan; None: no
+        warm-up. Every rank calls it. If emission fails on one rank, all ranks keep the old decision.
         """
         stages = stages or {0: decision.plan}
         *earlier, _ = stages.values()
@@ -195,7 +193,7 @@ class PlanInForce:
         return self.is_warm and not self._follower.racing and self.plan.differs_in_parameters_only(plan)
 
     def retuned(self, plan: Plan) -> Turns[Program]:
-        """Emit the `standing` program for `retune`, with the same number of yields on all ranks."""
+        """Emit the `standing` program with another plan's compressor parameters. All ranks yield equally often."""
         return self._compiler.retune(self.standing, plan, self.decision.costs)
 
     def retune(self, plan: Plan, standing: Program | None = None) -> None:
@@ -264,7 +262,7 @@ class PlanInForce:
         return {**saved, **self.momenta.saved(self.plan), **about}
 
     def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
-        """Load saved states and enter their warm-up stage. Every rank calls it. Raises BadState.
+        """Load saved states and enter the warm-up stage of the saved step. Every rank calls it. Raises BadState.
 
         `go_on` restores the exchange of momenta or gradients. Return the saved number of steps; None without states.
         """
@@ -288,7 +286,7 @@ class PlanInForce:
     # Making
 
     def _made_for(self, batch: Any, varying: Mapping[int, frozenset[int]]) -> Program:
-        """Capture for a batch and emit the plan in force. Ranks do not communicate."""
+        """Capture the step for a batch and emit its program for the plan in force. Ranks do not communicate."""
         for optimizer in self.inputs.training.optimizers:
             check_rates(self._compiler.feedback, optimizer)  # its options may have changed
         self.inputs.expect_other_state()

@@ -1,7 +1,7 @@
-"""Time every emitted line of a few steps on this rank, as a timeline like the predicted one.
+"""Time every emitted line of a few steps on this rank, as a timeline to compare with the predicted one.
 
 step.profile(steps=5)          the next five steps without another use
-step.report()                  shows them next to the prediction
+step.report()                  shows the timed steps next to the prediction
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxcomp.step.calendar import Use
 from fxcomp.step.observer import Observer, StepUnderWay
 
 _WANTED = frozenset({None})
-"""Only steps without another use, because others take longer or run racing plans."""
+"""Only steps without another use, because other uses take longer or follow racing plans."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Profiler(Observer):
         self._run: Any = None
 
     def begin(self, steps: int) -> None:
-        """Time the next `steps` steps and drop earlier ones. Raises BadOption."""
+        """Time the next `steps` steps, and drop earlier timelines. Raises BadOption."""
         if steps < 1:
             raise BadOption(f"step.profile(steps=...) takes a number of steps, 1 or more; it is {steps}")
         self._steps, self._asked, self.wants = [], steps, _WANTED
@@ -89,7 +89,7 @@ class Profiler(Observer):
 
 
 def measured_timeline(program: Program, reading: Reading) -> Timeline:
-    """Return the timeline of a timed step, with the prediction's task names. Waits of compute are gaps."""
+    """Return the timeline of a timed step, with the prediction's task names. Gaps are times when compute waited."""
     predicted = {span.task.name: span.task for span in program.timeline.spans}
     spans = [_as(predicted, *each) for each in _measured(program, reading)]
     return Timeline(tuple(sorted(spans, key=lambda span: span.start_us)))
@@ -147,7 +147,7 @@ def _line(node: Node, call: Call, line: Line, reading: Reading) -> Iterator[_Mea
 
 
 def _on_wires(collectives: Iterable[_Collective], reading: Reading) -> Iterator[_Measured]:
-    """Yield collectives: each occupies its link from its launch, or from the end of the link's previous collective."""
+    """Yield collectives. Each occupies its link from its launch, or from the end of the link's previous collective."""
     known: list[tuple[float, float, _Collective]] = []
     for each in collectives:
         times, end_us = reading.pool if each.on_pool else reading.main, each.end_us(reading)

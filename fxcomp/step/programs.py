@@ -4,8 +4,8 @@
     only sizes differ (same *family*)    a symbolic program whose guard accepts the sizes
     otherwise                            capture; from a family's third shape on, sizes become symbols
 
-Conditions on the batch's values (`Prelude`) must also have the answers of the capture. Sizes 0 and 1 are never symbols,
-so a family may have several symbolic programs. A repeated cause of captures is reported once.
+Conditions on the batch's values (`Prelude`) must also give the same answers as in the capture. Sizes 0 and 1 are never
+symbols, so a family may have several symbolic programs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATIC_SHAPES = 2
 """Captures per family with static sizes. In later captures, sizes that varied become symbols."""
 
 SYMBOLIC_TRIES = 4
-"""Maximum number of failed symbolic traces per family. Each doubles the time of a capture."""
+"""Maximum number of failed symbolic traces per family. A failed trace doubles the time of its capture."""
 
 
 _ASK_LESS = (
@@ -49,7 +49,7 @@ _ASK_LESS = (
 _GRAPH = attrgetter("captured.graph")
 
 Make = Callable[[Any, Mapping[int, frozenset[int]]], Program]
-"""Captures and compiles for a batch, given the dimensions, by leaf, that may vary. Ranks do not communicate."""
+"""Captures and compiles a step for a batch, given dimensions that may vary in each leaf, without communication."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class _Around(NamedTuple):
 _Known = tuple[str, Hashable, _Around]
 
 _Answered = tuple[str, Hashable, _Around, Prelude | None]
-"""Lookup key with prelude."""
+"""Batch structure, leaves, plan with guard key, and conditions with the answers of the capture."""
 
 
 class Programs:
@@ -202,7 +202,7 @@ class Programs:
         return Change(what, str(question.answer), str(answer), _ASK_LESS)
 
     def _seen(self, key: _Known, leaves: Sequence[Any]) -> Program | None:
-        """Return a program of this key whose captured answers hold for the batch."""
+        """Return the program of this key whose capture gave the same answers as the batch."""
         self._other_answer = None
         preludes = self._preludes.get(key, ())
         for prelude in preludes:
@@ -229,7 +229,7 @@ class Programs:
             return settled(self._guard, lambda: self._make(batch, {}), _GRAPH)
 
     def _offer(self, program: Program, kind: BatchType, around: Hashable) -> bool:
-        """Add a symbolic program to its family. Return True if it is the first one."""
+        """Add a symbolic program to its family. Return True if the family had none."""
         guard = program.captured.guard
         if guard is None or not guard.is_open:
             return False
@@ -284,7 +284,7 @@ VALUES = 4
 """Warn after this number of different values in consecutive captures."""
 
 SOON = 20
-"""Maximum number of steps between consecutive captures."""
+"""Maximum number of steps between two captures that count as consecutive."""
 
 
 class Recaptures:
@@ -299,7 +299,7 @@ class Recaptures:
         self._steps_ago += 1
 
     def add(self, change: Change, seconds: float) -> None:
-        """Record a capture, its cause and its seconds; warn once per repeated cause."""
+        """Record a capture, its cause and its duration in seconds; warn once per repeated cause."""
         if change.what != self._what or self._steps_ago > SOON:
             self._what, self._values, self._seconds = change.what, [change.before], []
         self._steps_ago = 0

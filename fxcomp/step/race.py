@@ -9,12 +9,12 @@ A *turn* is a few steps in a row under one runner.
     end      the shortest median step time wins, or the smallest compression error in a statistical tie
 
 The first step of a turn allocates and is not counted. Verified steps belong to no turn. Another step counts if every
-rank timed it; its time is the slowest rank's. `Race` neither communicates nor switches plans.
+rank timed the step. Its time is the time on the slowest rank. `Race` neither communicates nor switches plans.
 
 A runner with fewer than FEW counted steps is compared by its shortest step, because other load only lengthens steps.
 
 The cost of a race is its time minus the time of as many steps under the winner. If predictions hold, a heat costs at
-most HEAT · (FAR - 1) = 2 of the winner's steps, and four heats 8 steps: 0.8 % of the first thousand.
+most HEAT · (FAR - 1) = 2 of the winner's steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARM_STEPS = 2
 """Number of steps before the race. They run the plan in force, and allocate memory."""
 
 TURN = 4
-"""Number of steps of a turn after the heat."""
+"""Number of steps of a turn after the heat. With 3, batch sizes that repeat every third step might never count."""
 
 HEAT = 2
 """Number of steps of a runner's first turn."""
@@ -43,12 +43,12 @@ COUNTED = 7
 MOST_AFTER_HEATS, MOST_LATER = 3, 2
 """Maximum number of runners after the heats, and after each later round."""
 
-LONGEST = 48
-"""Maximum length of a race, in steps."""
+LONGEST = 28
+"""Maximum length of a race, in steps. The race of a job that begins dense then ends by step 40."""
 
 FAR = 2.0
-"""A runner does not run if its predicted time is more than twice both the best runner's measured and predicted times.
-Predictions err by less.
+"""A runner does not run if its predicted time is more than twice the larger of the best runner's predicted and measured
+times. Predictions err by less.
 """
 
 SPREAD = 0.05
@@ -61,7 +61,7 @@ OUT = 3.0
 """A runner is out if it is slower than the best by more than this, in standard errors."""
 
 OUT_AT_FIRST = 0.5
-"""A runner without counted steps is out if it is more than 50 % slower than the best."""
+"""A runner without counted steps is out only if it is more than 50 % slower than the best."""
 
 FEW = 8
 
@@ -176,7 +176,6 @@ class Race:
         return entrant.at_best_ms - best.median_ms > margin_ms
 
     def _appeals(self, best: _Entrant) -> list[int]:
-        """Return the indices of beaten runners that had one turn and are predicted near the best runner."""
         most_us = (1 + NEAR) * best.runner.step_us
         return [
             k
@@ -196,7 +195,6 @@ class Race:
         self.result = Raced(runners, winner, self.begins, step, cost_ms)
 
     def _winner(self) -> int:
-        """Return the index of the winner."""
         best = self._best
         if best is None:
             return 0  # no step was timed by all ranks: the plan in force stays

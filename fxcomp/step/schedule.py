@@ -209,7 +209,7 @@ class StepSchedule(Schedule):
         self.calendar.timed = self._first.numbers
 
     def _expect_from(self, step: int) -> None:
-        """Check the CHECKED_STEPS steps after `step`, which itself allocates."""
+        """Check the CHECKED_STEPS steps after `step`. Skip `step`, because it allocates."""
         self.calendar.checked = self.calendar.free_steps(step + 1, CHECKED_STEPS)
 
     def _check_costs(self, step: int) -> None:
@@ -421,7 +421,7 @@ class StepSchedule(Schedule):
         return True
 
     def _race_again(self, step: int, topic: str, before: Plan) -> None:
-        """Start a race if there are other plans. Pause drift checks after it, longer if the plan is still `before`."""
+        """Start a race if there are other plans. Drift checks then pause, for longer if `before` stays the plan."""
         self._settle_anew(step)
         self._race_plans(step, topic)
         self._planned_for = before if self.is_racing else None
@@ -430,7 +430,7 @@ class StepSchedule(Schedule):
 
 
 def _said_of(decision: Decision, step: int, predicted_us: float, dense_us: Sequence[float], *, changed: bool) -> str:
-    """Write the note on a replanned decision. `dense_us`: time to sum all gradients by old costs, then by new costs."""
+    """Write the note on a replanned decision. `dense_us`: µs to sum all gradients, by old costs and by new costs."""
     assert decision.choice is not None, "a chosen plan has been compared"
     before_us, now_us = dense_us
     return (

@@ -51,7 +51,7 @@ def note_on_densified(example: Captured, sizes: Mapping[str, int]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Saved residuals of one parameter; with `owner`, also its values and optimizer state."""
+    """Saved residuals of one parameter; if `owner` is set, also parameter values and optimizer state."""
 
     name: str
     residuals: list[Tensor]
@@ -99,8 +99,8 @@ class FindsUnused:
     def holding(self, unused: Sequence[str], state: GradientState, runtime: Runtime) -> Generator[Collection[str]]:
         """Run a step whose program does not use the parameters `unused`. Every rank calls it.
 
-        Yields the parameters that no rank uses, once known. Their state is saved before their bucket is packed, and
-        restored after the step's last line or an error.
+        Yields the parameters that no rank uses, once known. The state of these parameters is saved before their bucket
+        is packed, and restored after the step's last line or an error.
         """
         held: dict[str, _Kept] = {}
 
@@ -167,7 +167,7 @@ class ZeroGradients:
                 self._kept[name] = _Kept.of(name, self._state)
 
     def put_back(self, means: Mapping[str, Tensor], site: Site) -> None:
-        """Restore the residuals of gradients that are zero on all ranks; their means become 0. Every rank calls it."""
+        """Restore residuals of gradients that are zero on all ranks; set these means to 0. Every rank calls it."""
         flags = [self._flags[name] for name in means]
         here = [flag for flag in flags if isinstance(flag, Tensor)]
         used = torch.stack(here).byte() if here else torch.tensor(flags, dtype=torch.uint8)

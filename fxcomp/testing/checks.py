@@ -1,7 +1,4 @@
-"""Check properties of every compressor. Checks raise AssertionError with the observed values.
-
-The suite takes seconds per compressor.
-"""
+"""Check properties of every compressor. Checks raise AssertionError with the observed values."""
 
 from __future__ import annotations
 

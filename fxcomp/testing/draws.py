@@ -1,7 +1,4 @@
-"""Check compressors that draw random numbers: streams advance, and errors average out.
-
-Checks state the probability that a correct compressor fails.
-"""
+"""Check compressors that draw random numbers: streams advance, and errors average out."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ _LARGEST_T = 5.1
 """Maximum |t|, exceeded by Student's t (199 degrees of freedom) with probability 8e-7, two-sided."""
 
 _LARGEST_EXCESS = 3.0
-"""Maximum ratio of the variance to the variance of independent errors; 200 draws estimate it to 10 %."""
+"""Maximum ratio of the variance to the variance of independent errors. 200 draws estimate the ratio to 10 %."""
 
 _LARGEST_EXCESS_OF_PLACES = 24.0
-"""Maximum ratio for compressors that draw positions, possibly in runs, e.g. of 16."""
+"""Maximum ratio for compressors that draw positions, because positions may come in runs, e.g. of 16."""
 
 
 def has_stream(compressor: Compressor) -> bool:
@@ -31,8 +28,8 @@ def has_stream(compressor: Compressor) -> bool:
 
 
 def state_starts_as_it_should(compressor: Compressor) -> None:
-    """Check that key and rank determine the first state. Random streams must differ between parameters, and between
-    ranks unless all ranks repeat the draws to decode.
+    """Check that key and rank determine the first state. Random streams must differ between parameters. They must also
+    differ between ranks, unless all ranks repeat the draws to decode.
     """
     if not compressor.has_state:
         return
@@ -82,8 +79,8 @@ def mean_is_unbiased(compressor: Compressor) -> None:
     The projections' variance is compared with the variance of independent errors, because errors that share a draw,
     such as one random number for a block, do not average out over values.
 
-    A factor 1 + b on all values is detected from about |b| = 5.1 sqrt(w / (200 n)), where w is the relative squared
-    error and n = 70,000. Measured: 0.2 % with int2(stochastic=true), 0.002 % with int8(stochastic=true).
+    The test detects a factor 1 + b on all values from about |b| = 5.1 sqrt(w / (200 n)) on, where w is the relative
+    squared error and n = 70,000. Measured: 0.2 % with int2(stochastic=true), 0.002 % with int8(stochastic=true).
     """
     if compressor.bias is not Bias.UNBIASED:
         return
@@ -152,7 +149,7 @@ def _t_and_excess(projections: Tensor, directions: Tensor, values: Tensor, varia
 def errors_of_ranks_average_out(compressor: Compressor) -> None:
     """Check with four equal buckets that the squared sum of errors is the sum of squared errors.
 
-    Identical errors would give four times as much. Over 70,000 values the estimate is right to 2 %.
+    Identical errors would give four times as much.
     """
     if compressor.bias is not Bias.UNBIASED or compressor.facts.decode_needs_state:
         return

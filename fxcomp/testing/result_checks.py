@@ -78,7 +78,7 @@ def errors_telescope(compressor: Compressor) -> None:
 
 
 def telescoping_error(compressor: Compressor, segments: Sequence[int], steps: int = 24, ranks: int = 2) -> float:
-    """Return |sent + residual − input| / |input|."""
+    """Return |sent + residual - input| / |input|, with sent values and inputs summed over `steps`."""
     elements = sum(segments)
     replicas = replicas_of(compressor, segments, ranks, feedback=True)
     sent, put_in = torch.zeros(elements, dtype=torch.float64), torch.zeros(elements, dtype=torch.float64)
@@ -135,7 +135,7 @@ def segments_do_not_mix(compressor: Compressor) -> None:
 
 
 def every_rank_decodes_the_mean(compressor: Compressor) -> None:
-    """Check the mean of gathered payloads bitwise, in rank order, and the error of equal buckets on three ranks."""
+    """Check the mean of gathered payloads bitwise, and bound the error of three ranks with equal buckets."""
     segments, ranks = (1000, 66_000, 9), 3
     bound = compressor.bound_to((), ranks)
     buckets = [gaussian(sum(segments), seed) for seed in range(ranks)]
@@ -159,7 +159,7 @@ def every_rank_decodes_the_mean(compressor: Compressor) -> None:
 
 
 def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -> None:
-    """Check that NaN or infinity makes only its segment non-finite, and leaves its residual unchanged."""
+    """Check that NaN or infinity makes only its own segment non-finite, and leaves the segment's residual unchanged."""
     segments, ranks = (1000, 66_000, 40), 2
     for name in NOT_FINITE:
         bad = SAMPLES[name](66_000)
@@ -184,7 +184,10 @@ def what_is_not_finite_is_seen_and_spares_the_residual(compressor: Compressor) -
 
 
 def a_sum_that_is_not_finite_is_seen(compressor: Compressor) -> None:
-    """Check that a non-finite bucket + residual makes only its segment non-finite, and keeps its residual."""
+    """Check a value whose bucket + residual is not finite.
+
+    It makes only the mean of its segment non-finite, and its residual stays.
+    """
     if not may_feed_back(compressor):
         return
     segments, at = (1000, 2000, 40), 1700

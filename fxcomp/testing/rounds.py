@@ -33,7 +33,7 @@ def replicas_of(
 
 
 def fresh_state(compressor: Compressor, segments: Sequence[int], *, rank: int = 0, seed: int = 0) -> Tensor | None:
-    """Return a bucket's first state, or None. Each parameter's key is made from its index."""
+    """Return a bucket's first state; None if the compressor has no state. Keys are made from parameter indices."""
     if not compressor.has_state:
         return None
     owners = [compressor.of_segment(place) for place in range(len(segments))]

@@ -14,13 +14,13 @@ LARGE = 5_000_000
 SMALL_SEGMENTS: tuple[tuple[int, ...], ...] = ((0, 1, 512, 0, 65, 3), (1000, 66_000, 9))
 
 ROUND_SEGMENTS = (65_536, 131_072, *range(256, 256 * 33, 256))
-"""Lengths that are multiples of 2^8 or 2^16, the sizes of index tables."""
+"""Lengths that are multiples of 2^8 or 2^16, because index tables have these sizes."""
 
 LARGE_SEGMENTS: tuple[tuple[int, ...], ...] = (ROUND_SEGMENTS, (2**20 + 1,), (LARGE - 70_000, 70_000))
 
 
 def segments_to_try(compressor: Compressor) -> list[tuple[int, ...]]:
-    """Return lengths at which layouts may break: 0, 1, odd, around a block, above 2^16; and several segments."""
+    """Return segments at which layouts may break: of length 0, 1, odd, around a block, above 2^16; and several."""
     block = int(getattr(compressor, "block", 512))
     lengths = sorted({0, 1, 7, block - 1, block, block + 1, 65_537})
     return [(), *((length,) for length in lengths), *SMALL_SEGMENTS]

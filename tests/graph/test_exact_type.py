@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxcomp.graph.exact_type import exact_types, narrow_types, narrowed
+from fxcomp.graph.exact_type import exact_types, narrow_types, narrowed, proof_note
 from fxcomp.graph.info import NodeInfo, Role, set_info
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -167,3 +167,19 @@ def test_nothing_is_exact_without_autocast():
         return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch[:, 2:].flatten())
 
     assert not exact_types(captured(model, torch.randint(0, 50, (2, 8)), "sgd", loss_fn).graph)
+
+
+def test_the_note_names_operators_and_layers_of_both_kinds():
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return nn.functional.cross_entropy(model(batch).float().flatten(0, 1), batch[:, 2:].flatten())
+
+    model = nn.Sequential(Everything(), nn.Identity())
+    gm = captured(model, torch.randint(0, 50, (2, 8)), "sgd", loss_fn).graph
+    note = proof_note(gm, exact_types(gm))
+    exact, _, others = note.partition(" Not so: ")
+    assert note.startswith("71.5% of the gradients' values are casts of 16-bit values")
+    assert "aten.mm (1,056: *.head.weight, *.first.weight)" in exact
+    assert "aten.sum.dim_IntList (16: *.first.bias)" in exact
+    assert "aten.sum.dim_IntList (16: *.scale)" in others
+    assert "aten.embedding_dense_backward (800: *.embedding.weight)" in others

@@ -13,13 +13,14 @@ from fxcomp.cost.table import CostTable
 from fxcomp.cost.timeline import simulate
 from fxcomp.error_tables import ASSUMED, ErrorRow, ErrorTable
 from fxcomp.error_tables.table import COLUMNS
+from fxcomp.graph.info import alike
 from fxcomp.plan.budget import Budget, ErrorBudget, plan_error
 from fxcomp.plan.modes import Mode
 from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.report.as_json import to_json
-from fxcomp.report.by_layer import alike, gradients_of, layers_of
+from fxcomp.report.by_layer import gradients_of, layers_of
 from fxcomp.report.explanation import Explanation
 from fxcomp.report.terminal import to_text
 from fxcomp.report.wire_arithmetic import sent_by

@@ -2,11 +2,10 @@
 
     determined by                  data
     the seed                       initial model, the same on all ranks
-    the step and the rank          batches of next_batch; a seed's steps begin at seed · steps
+    the step and the rank          batches of next_batch; a seed's first step number is seed · steps
     the seed and the rank          random numbers in training: masks, batches from the default generator
 
-Trainings of a seed start from the same parameters and see the same batches. This is checked, because the state of
-imported modules survives between trainings.
+All trainings of a seed must start from the same parameters and see the same batches.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class Trainings:
 
 
 def search_on_ranks(trainings: Trainings) -> SearchFindings:
-    """Search on ranks, and show the progress. Raises PeerFailed."""
+    """Search on ranks, and show the progress. Raises PeerFailed if the ranks end without a result."""
     began: list[float] = []
 
     def hear(rank: int, line: str) -> None:
@@ -191,7 +190,7 @@ def _seed(number: int) -> None:
 
 
 def _digest(values: Iterable[Any]) -> str:
-    """Hash tensors by their bytes, and plain values by their repr."""
+    """Hash tensors by their bytes, plain values by their repr, and other objects by their class name."""
     digest = hashlib.sha256()
     for value in values:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:

@@ -36,7 +36,7 @@ EXAMPLES = """\
 """
 
 MOST_RANKS = 8
-"""Limit of processes on one machine (assumed)."""
+"""Maximum number of ranks on this machine (assumed)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def _check(arguments: argparse.Namespace, ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Search result for a predicted plan."""
+    """A plan, and the tensors whose compression was found to increase the loss."""
 
     explanation: Explanation
     found: SearchFindings
@@ -124,7 +124,7 @@ class Result:
     least: float = 0.0
     kinds: Collection[UpdateKind] = ()
     saved: str | None = None
-    """File with the mended plan."""
+    """File of the plan in which `names` are dense; None if it was not saved."""
 
     @property
     def plan(self) -> Plan:
@@ -145,7 +145,7 @@ class Result:
         return partly_dense(self.plan, self.names)
 
     def refusal(self, plan: Plan) -> str:
-        """Return the error that compile_step raises for a plan, or an empty string."""
+        """Return the first line of the error that compile_step raises for a plan; empty without an error."""
         known = self.explanation
         try:
             check_plan(self.compress.feedback, plan, known.workload.shapes, known.cluster, self.kinds)
@@ -162,7 +162,7 @@ class Result:
 
     @property
     def line(self) -> str:
-        """Setting, as Python source, that keeps `names` dense. Empty if none is needed, or none expresses the plan."""
+        """Python source of a setting that keeps `names` dense. Empty if no setting is needed or expresses the plan."""
         if self.is_spread:
             return written(Compress(within="lossless"))
         found = mended(self.compress, self.names, self.mended_plan, self.saved) if self.names else None
@@ -173,7 +173,7 @@ class Result:
         return written(found)
 
     def share(self, of: Comparison) -> float | None:
-        """Return a cost as a fraction of the whole cost; None if the whole is not positive, or a cost is infinite."""
+        """Return `of.cost` divided by the plan's cost; None if a cost is infinite or the plan's is not positive."""
         in_all = self.found.in_all.cost
         return of.cost / in_all if 0 < in_all < math.inf and math.isfinite(of.cost) else None
 

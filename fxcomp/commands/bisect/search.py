@@ -1,11 +1,12 @@
-"""Find the tensors whose compression increases the loss, by bisection, down to the noise.
+"""Find the tensors whose compression increases the loss by more than the noise, by bisection.
 
     everything dense, everything compressed      the whole cost, and its noise
     one half compressed, the other half dense    the cost of a half; a half with a cost is split again
     neither half has a cost by itself            both are reported together
 
 Trainings are compared seed by seed, on the same batches. The noise is the half-width of the 95 % confidence interval of
-the mean over seeds. Its standard deviation is the comparison's own, or the median of all comparisons so far if larger.
+the mean over seeds. The interval uses the standard deviation of the comparison, or the median standard deviation of all
+comparisons so far if the median is larger.
 
 A diverging seed has no cost and is counted separately. Tensors are guilty of divergence only if all seeds diverge,
 because one seed may diverge by chance.
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from fxcomp.errors import BadOption
 
 Train = Callable[[Collection[str], int], float]
-"""Function that trains from a seed with only these tensors compressed, and returns the final loss."""
+"""Function of tensor names and a seed: train with only the named tensors compressed, and return the final loss."""
 
 LEAST = 1e-4
 """Minimum noise, relative to the loss: another summation order changes the loss by as much."""
@@ -32,14 +33,13 @@ _STUDENT = (math.inf, 12.7, 4.31, 3.19, 2.78, 2.58, 2.45, 2.37, 2.31, 2.27)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Increase of the loss by compressing some tensors, relative to each seed's dense loss, and its noise."""
+    """Increase of the loss by compressing some tensors, as a fraction of the dense loss of the same seed."""
 
     cost: float
-    """Mean over converging seeds; infinite if there are none."""
+    """Mean increase over converging seeds; infinite if no seed converges."""
     noise: float
     """Half-width of the confidence interval of `cost`; infinite for one converging seed."""
     diverging: int = 0
-    """Number of diverging seeds."""
 
     def counts(self, least: float = 0.0) -> bool:
         """Return True if the cost exceeds the noise and `least`."""
@@ -47,7 +47,7 @@ class Comparison:
 
     @classmethod
     def of(cls, differences: Sequence[float], usual: float = 0.0) -> Comparison:
-        """Compare seed by seed. `usual` is the median standard deviation of all comparisons so far."""
+        """Average `differences`, one per seed. `usual` is the median standard deviation of all comparisons so far."""
         finite = finite_of(differences)
         diverging, freedom = len(differences) - len(finite), len(finite) - 1
         if not finite:
@@ -64,21 +64,21 @@ def finite_of(values: Sequence[float]) -> list[float]:
 
 
 def differences(dense: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return the loss differences by seed, relative to the dense loss."""
+    """Return (other - dense) / |dense| for the losses of each seed."""
     return [(after - before) / (abs(before) or 1.0) for before, after in zip(dense, other, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchFindings:
-    """Result of a search."""
+    """Losses, costs and guilty tensors of a search."""
 
     dense: tuple[float, ...]
     chosen: tuple[float, ...]
     in_all: Comparison
     guilty: Mapping[tuple[str, ...], Comparison] = field(default_factory=dict[tuple[str, ...], Comparison])
-    """Smallest sets of tensors with a cost."""
+    """Smallest sets of tensors whose compression has a cost above the noise. The values are the costs."""
     rest: Comparison | None = None
-    """Cost of the remaining compression, with the guilty tensors dense; None if no tensor is guilty or none remains."""
+    """Cost of compressing all tensors that are not guilty; None if no tensor is guilty, or all are."""
     trainings: int = 0
 
 
@@ -86,15 +86,15 @@ NOTHING_TO_SEARCH = SearchFindings((), (), Comparison(0.0, 0.0))
 
 
 def most_trainings(names: int, seeds: int) -> tuple[int, int]:
-    """Return the maximum number of trainings for one guilty tensor, and for each further one."""
+    """Return the maximum number of trainings to find one guilty tensor, and to find each further guilty tensor."""
     each = 2 * math.ceil(math.log2(names)) + 1  # two halves per level, and the rest
     return seeds * (2 + each), seeds * each
 
 
 def search(names: Sequence[str], train: Train, seeds: int, least: float = 0.0) -> SearchFindings:
-    """Find tensors with a cost until the rest has none above the noise. Raises BadOption.
+    """Find guilty tensors until the cost of compressing the rest is at most the noise, or at most `least`.
 
-    Needs two seeds or more. A cost up to `least` is ignored. Each training runs once.
+    `seeds` is at least 2. No training runs twice. Raises BadOption if all seeds have the same dense loss.
     """
     known, spreads = dict[frozenset[str], tuple[float, ...]](), list[float]()
 

@@ -1,6 +1,6 @@
 """One rank of the demo: train with DDP, its hooks, fxcomp, and without communication.
 
-Contestants take turns in the same processes, so that machine drift affects all alike.
+Contestants take turns in the same processes, so that changes of the machine's speed affect all alike.
 """
 
 # DDP reads a hook's annotations, so this file must not postpone them. Types of torch are incomplete:
@@ -52,7 +52,7 @@ def with_powersgd(model: nn.Module) -> DistributedDataParallel:
 
 
 def bf16_hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Copy of torch's bf16_compress_hook, which raises with gloo, although gloo can add bf16."""
+    """Average a bucket in bf16. torch's bf16_compress_hook raises with gloo, although gloo can add bf16."""
     payload = bucket.buffer().div(dist.get_world_size()).to(torch.bfloat16)
 
     def decompress(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -71,9 +71,10 @@ Step = Callable[[Any], torch.Tensor]
 
 
 def main(steps: int, budget_s: float) -> None:
-    """Train all contestants in turns. Rank 0 reports to the parent.
+    """Train all contestants in turns, for `steps` measured steps each. Rank 0 reports to the parent process.
 
-    No round (a block of steps per contestant) begins after `budget_s` seconds.
+    In a round, each contestant runs `BLOCK_STEPS` steps. After `budget_s` seconds, no round begins once `LEAST_BLOCKS`
+    are measured.
     """
     until = time.monotonic() + budget_s
     join()
@@ -111,7 +112,7 @@ def main(steps: int, budget_s: float) -> None:
 
 
 def _take(each: Contestant, job: Job, step: Step, losses: list[torch.Tensor], steps: range) -> None:
-    """Run a block of steps, and count the bytes of a measured block."""
+    """Run a block of steps. After the warm-up, also count the bytes that this host sends."""
     dist.barrier()
     before = sent_by_this_host(_interface())
     for number in steps:
@@ -144,7 +145,7 @@ def _interface() -> str:
 
 
 def _summary(plan: Plan) -> str:
-    """Return the shares of strategies: `96.0 % int4, 4.0 % dense, in 5 buckets`."""
+    """Return each strategy's share of gradient elements: `96.0 % int4, 4.0 % dense, in 5 buckets`."""
     elements = Counter[str]()
     for bucket in plan.buckets:
         elements[short(bucket.strategy)] += bucket.elements
@@ -168,7 +169,7 @@ def _eager_step(job: Job, model: nn.Module) -> Step:
 
 
 def _time_is_up(until: float) -> bool:
-    """Compare with rank 0's clock, so that all ranks stop after the same step."""
+    """Return True on all ranks if rank 0's clock is past `until`, so that all ranks stop after the same step."""
     is_up = torch.tensor([float(time.monotonic() > until)])
     dist.broadcast(is_up, src=0)
     return bool(is_up.item())

@@ -34,8 +34,8 @@ def run_ranks(
     """Run `python <command>` once per rank, and return the output of each.
 
     Ranks fill the hosts in order; without `hosts`, all run on this machine. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-    and MASTER_PORT are set. After a failure or a timeout, all ranks are stopped, and `PeerFailed` contains the end of
-    the error output. `on_line(rank, line)` is called for each printed line, in a thread per rank.
+    and MASTER_PORT are set. If a rank fails or `timeout_s` has passed, all ranks are stopped. Then PeerFailed is raised
+    with the end of a rank's error output. `on_line(rank, line)` is called for each printed line, in a thread per rank.
     """
     world_size = (hosts.count if hosts else 1) * ranks_per_host
     address, port = (hosts.address(0), _PORT) if hosts else ("127.0.0.1", _free_port())
@@ -80,7 +80,7 @@ def run_ranks(
 def of_module(module: str, *arguments: str) -> list[str]:
     """Return a command that runs a module with this process's sys.path.
 
-    Python's own switch for modules searches the current folder first, where a `glob.py` would shadow the library's.
+    `python -m` searches the current folder first, where a `glob.py` would shadow the standard library's.
     """
     run = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_module({module!r}, run_name='__main__')"
     return ["-c", run, *arguments]
@@ -99,7 +99,7 @@ def exit_with_parent() -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[int | None]:
-    """Return the exit codes when all have ended, one has failed, or time is up."""
+    """Wait until all processes have ended, one has failed, or the deadline is past. Return the exit codes."""
     while True:
         codes = [process.poll() for process in processes]
         if None not in codes or any(codes) or time.monotonic() > deadline:

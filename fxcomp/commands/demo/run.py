@@ -1,7 +1,7 @@
 """`fxcomp demo`: train a small GPT with DDP, with its hooks and with fxcomp, and compare their network costs.
 
-Two ranks on this machine train on the source of Python's standard library, over a 300 Mbit/s link between two network
-namespaces, or over loopback. This process starts the ranks (`contest.py`) and prints progress and results.
+Two ranks on this machine train over a 300 Mbit/s link between two network namespaces, or over loopback. This process
+starts the ranks (`contest.py`) and prints progress and results.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def hear(found: dict[str, Any], _rank: int, line: str) -> None:
 
 
 def place_for(inter: str, why_not: Callable[[], str | None] = why_not) -> tuple[str | None, str]:
-    """Return the rate of the link, or None for loopback, and a description."""
+    """Return the link's rate and a description. If no link can be shaped, use loopback, whose rate is None."""
     if inter == LOOPBACK:
         return None, LOOPBACK
     if (reason := why_not()) is None:
@@ -116,7 +116,7 @@ def place_for(inter: str, why_not: Callable[[], str | None] = why_not) -> tuple[
 
 @contextmanager
 def progress(found: Mapping[str, Any], out: TextIO, *, in_place: bool) -> Generator[None]:
-    """Show the latest note and the elapsed seconds, in place or as a line every few seconds."""
+    """Show `found["note"]` and the elapsed seconds. Overwrite one line if `in_place`, else print lines now and then."""
     begun, done = time.monotonic(), threading.Event()
 
     def show() -> None:
@@ -156,11 +156,11 @@ _RESAMPLES = 1000
 
 @dataclass
 class Contestant:
-    """One way of training. `free` never communicates."""
+    """Measurements of one way of training. The contestant named `free` never communicates."""
 
     name: str
     step_s: list[float] = field(default_factory=list[float])
-    """Step times of the slowest rank, in s, in blocks of `BLOCK_STEPS`: one block per round of all contestants."""
+    """Step times of the slowest rank, in s. Each round of all contestants adds `BLOCK_STEPS` values."""
     wire_bytes: int = 0
     """Bytes sent per step and host."""
     train_loss: float | None = None
@@ -176,7 +176,7 @@ class Contestant:
 
 
 def speedup(mine: Contestant, theirs: Contestant) -> tuple[float, float, float]:
-    """Return the ratio of median step times, theirs over mine, and its bootstrap 95 % interval over rounds."""
+    """Return the ratio `theirs.median_ms / mine.median_ms` and the ratio's 95 % bootstrap interval over rounds."""
     firsts, generator = range(0, len(mine.step_s), BLOCK_STEPS), random.Random(0)
     drawn: list[float] = []
     for _ in range(_RESAMPLES):
@@ -202,7 +202,8 @@ _LEAST_COST = 0.03  # minimum network cost to report on, as a fraction of DDP's 
 def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, width: int = WIDTH) -> str:
     """Write the result, with a chart of at most `width` columns.
 
-    Only the faster of DDP's hooks is charted. Choosing it by the compared steps favors the hook.
+    The chart shows only the faster of DDP's two hooks. The same steps determine the faster hook and its result, which
+    favors the hook.
     """
     named = {each.name: each for each in contestants}
     ddp, fxcomp, free = (named[name] for name in (DDP, FXCOMP, FREE))
@@ -224,7 +225,7 @@ def describe(contestants: Sequence[Contestant], title: str, plan: str = "", *, w
 
 
 def chart(contestants: Sequence[Contestant], width: int = WIDTH) -> list[str]:
-    """Draw a bar per contestant, with as many columns as fit `width`."""
+    """Draw a row per contestant: a bar, and as many columns of numbers as fit into `width` characters."""
     rows: list[Sequence[str]] = [("", "ms a step", "MB sent", "train loss", "validation loss")]
     for each in contestants:
         sent = "–" if each.name == FREE else f"{each.wire_bytes / 1e6:.2f}"

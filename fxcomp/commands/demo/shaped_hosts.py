@@ -8,7 +8,7 @@
     host 1 [eth0 10.77.0.2] ── tbf ──┘
 
 Only sending is shaped. Needs Linux, `ip`, `tc`, `taskset`, `unshare` and `nsenter`, and root or permission for user
-namespaces. A sleeping process holds each namespace, and exits when the pipe from this process closes.
+namespaces. A sleeping process keeps each namespace open, and exits when the pipe from this process closes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ShapedHosts:
         return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
 
     def processors(self, host: int) -> list[int]:
-        """Return the processors of a host. With more hosts than processors, several hosts share one."""
+        """Return the processors of a host. If there are more hosts than processors, hosts share processors."""
         usable = sorted(os.sched_getaffinity(0))
         if len(usable) < self.count:
             return [usable[host % len(usable)]]
@@ -112,7 +112,7 @@ class ShapedHosts:
             raise Unsupported(f"`{' '.join(command)}` failed: {holder.communicate()[1].strip()}")
 
     def _inside(self, number: int) -> list[str]:
-        """Return the prefix that runs a command in a namespace (0: the switch), as the same user."""
+        """Return the prefix that runs a command in a namespace as the same user. 0 is the switch, 1 the first host."""
         user = ("--preserve-credentials", "--user") if self._user else ()
         return [_found("nsenter"), "--target", f"{self._holders[number].pid}", *user, "--net"]
 
@@ -141,15 +141,15 @@ def sent_by_this_host(interface: str = INTERFACE) -> int:
 
 
 def _may_make_namespaces() -> bool:
-    """Return True if network namespaces need no user namespace."""
+    """Return True if this process may make network namespaces without a user namespace."""
     return subprocess.run([_found("unshare"), "--net", "true"], capture_output=True, check=False).returncode == 0
 
 
 def _shaping_commands(rate: str | None) -> list[str]:
     """Return the commands that limit a host's rate and the length of packet trains (segmentation offload).
 
-    The kernel would cut longer trains into packets, which takes 6 to 12 ms of processor time per MB instead of 2 to 3,
-    and reaches 70 MB/s instead of 104 over 1 Gbit/s in both directions (measured, 2026-11).
+    The kernel would cut trains longer than tbf's burst into packets, which takes 6 to 12 ms of processor time per MB
+    instead of 2 to 3 (measured, 2026-11).
     """
     trains, replace = f"ip link set dev {INTERFACE} gso_max_size", f"tc qdisc replace dev {INTERFACE} root"
     if rate is None:

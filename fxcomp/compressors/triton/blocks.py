@@ -67,8 +67,8 @@ def _divide(
 ) -> tuple[Tiles, dict[str, Any]]:
     """Return the tiles and the compile-time constants.
 
-    Table columns: first value, number of values, payload index of the first scale (in fp32) and of the first code (in
-    bytes), segment, first value's index in the segment, padding bytes after the tile, bytes of a rank's payload.
+    Table columns: first value, number of values, index of the first scale in the payload as fp32, index of the first
+    code byte, segment index, first value's index in the segment, padding bytes after the tile, payload bytes per rank.
     """
     block, values_per_byte = compressor.block, 8 // compressor.bits
     table: list[tuple[int, ...]] = []
@@ -194,7 +194,6 @@ def _decode_tile(
 
 @jit
 def _bytes_of(size, BITS: constexpr, SHAPE: constexpr):
-    """Return each code byte's index in a tile, and a mask."""
     BLOCK: constexpr = SHAPE[0]
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
@@ -268,6 +267,6 @@ def clamped(value, most):
 
 @jit
 def whole_below(value):
-    """Round values below 2^22 down, because Triton's floor treats denormals as zero."""
+    """Return floor(value) if |value| < 2^22. Triton's own floor treats denormals as zero."""
     nearest = (value + ROUND) - ROUND
     return tl.where(nearest > value, nearest - 1.0, nearest)

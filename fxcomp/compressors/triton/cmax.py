@@ -143,7 +143,7 @@ def _settle(sections, sums, counts, payload, BITS: constexpr):
 
 @jit
 def _nothing(scale, BITS: constexpr):
-    """Return the code that means zero for a scale, or NO_CODE."""
+    """Return the code of a chunk of zeros; NO_CODE if the sign bit of `scale` is 0, because then no chunk is zero."""
     drawn = (magnitude_of(scale).to(tl.uint32) * FACTOR) >> (32 - BITS)
     return tl.where(scale.to(tl.int32, bitcast=True) < 0, drawn.to(tl.int32), NO_CODE)
 
@@ -204,7 +204,6 @@ def _send_tile(
 
 @jit
 def _store_plane(plane, code, first, row, size, BITS: constexpr, WIDTH: constexpr, ROWS: constexpr, CHUNK: constexpr):
-    """Pack the lowest WIDTH bits of a tile's codes; return the remaining bits."""
     if BITS & WIDTH:
         IN_A_BYTE: constexpr = 8 // WIDTH
         bits = tl.reshape(code & ((1 << WIDTH) - 1), [ROWS // IN_A_BYTE, IN_A_BYTE])
@@ -276,7 +275,6 @@ def _decode_tile(
 
 @jit
 def _load_plane(plane, chunk, is_row, BITS: constexpr, WIDTH: constexpr):
-    """Read a plane's bits, shifted to their position in a code."""
     if BITS & WIDTH:
         BELOW: constexpr = BITS & ~(2 * WIDTH - 1)
         at = chunk * WIDTH

@@ -81,5 +81,5 @@ def _run(
 
 
 def _is_aligned(payload: Tensor) -> bool:
-    """Return True if fp32 values in a byte payload are aligned, as a device requires."""
+    """Return True if a byte payload starts at a multiple of four bytes, as fp32 values require."""
     return payload.dtype is not torch.uint8 or payload.data_ptr() % 4 == 0

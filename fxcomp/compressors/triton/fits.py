@@ -15,7 +15,7 @@ EXPONENTIAL, GAMMA = constant(0), constant(1)
 
 @jit
 def _moments_above(sample, size, level):
-    """Return the number of values above a level, and the mean and variance of their excess."""
+    """Return the number of values above a level, and the mean and variance of (value - level) over these values."""
     sums = tl.zeros([LANES], tl.float64)
     squares = tl.zeros([LANES], tl.float64)
     found = tl.zeros([LANES], tl.int32)
@@ -38,7 +38,7 @@ def _moments_above(sample, size, level):
 
 @jit
 def count_reaching(sample, size, bits):
-    """Count the sampled magnitudes >= `bits`, compared as bit patterns."""
+    """Count the sampled magnitudes whose bits are >= `bits`."""
     found = tl.zeros([LANES], tl.int32)
     first = size * 0
     while first < size:
@@ -134,7 +134,7 @@ def _inverse_gamma(shape, share):
 
 @jit
 def _mantissas(sample, size, at):
-    """Return mantissas in [1, 2) and exponents; 1 and 0 for zeros and padding."""
+    """Return mantissas and exponents of the magnitudes at `at`; 1 and 0 for zeros and padding."""
     bits = tl.maximum(tl.load(sample + at, at < size, other=0), 0)
     wide = bits.to(tl.float32, bitcast=True).to(tl.float64)
     wide = tl.where(wide > 0, wide, 1.0).to(tl.int64, bitcast=True)
@@ -178,7 +178,7 @@ def _gamma_quantile(mean, mean_log, share):
 
 @jit
 def fitted_level(sample, size, stages, reaching, products, FIT: constexpr, WIDTH: constexpr):
-    """Return the magnitude that `reaching` sampled values should reach, and False if the sample is all zeros."""
+    """Return the magnitude that `reaching` sampled values should reach, and True if a sampled value is not zero."""
     count, mean, variance = _moments_above(sample, size, reaching * 0.0)
     is_fitted = count > 0
     level = reaching * 0.0

@@ -26,7 +26,7 @@ in the proposal, offset of the chunk sums, rank.
 
 
 def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bool) -> Tensor:
-    """Return the bases of all matrices, fp32, in the layout of the factors: Q if `is_start`, else P."""
+    """Return orthonormal Q (if `is_start`) or P of all matrices, as fp32 in the layout of `factors`."""
     padded = max(1024, 1 << (longest - 1).bit_length())
     basis = torch.empty_like(factors)
     work = torch.empty_like(factors, dtype=torch.float64)
@@ -39,7 +39,6 @@ def orthonormal(factors: Tensor, matrices: Tensor, longest: int, *, is_start: bo
 
 @jit
 def _dot(one, other, length, scratch, PADDED: constexpr):
-    """Compute a dot product, summed first in registers, then in memory."""
     COUNT: constexpr = max(FOLD_WIDTH, PADDED // _FIRST)
     tl.debug_barrier()
     for first in range(0, COUNT, FOLD_WIDTH):
@@ -50,7 +49,6 @@ def _dot(one, other, length, scratch, PADDED: constexpr):
 
 @jit
 def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
-    """Sum COUNT products, STEP apart."""
     if COUNT == 1:
         is_there = at < length
         return tl.load(one + at, is_there, other=0.0) * tl.load(other + at, is_there, other=0.0)
@@ -61,7 +59,6 @@ def _sum_of_products(one, other, at, length, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _sum_in_memory(terms, COUNT: constexpr):
-    """Sum COUNT terms, adding 8 per round."""
     tl.debug_barrier()
     if COUNT <= 2 * _THEN:
         return _sum_of_terms(terms, 1, COUNT)
@@ -84,7 +81,7 @@ def _sum_of_terms(terms, STEP: constexpr, COUNT: constexpr):
 
 @jit
 def _clean(vector, basis, count, length, scratch, PADDED: constexpr, WIDTH: constexpr):
-    """Subtract a vector's projection on the basis, twice; return the remaining length."""
+    """Subtract a vector's projection on the basis, twice because of rounding; return the length left."""
     number = count * 0
     while number < 2 * count:
         other = basis + (number % tl.maximum(count, 1)) * length

@@ -55,12 +55,12 @@ class _LaunchPlan:
     tiles: Tensor
     """Work items of P Qᵀ: matrix index, first row, first column."""
     dense: Tensor
-    """Dense segments: index of the first value, index in the payload, number of values."""
+    """Work items of dense segments: first value's index in the bucket and in the payload, number of values."""
     chunk_elements: int
     longest_row: int
     longest_column: int
     rank_width: int
-    """Rank, rounded up to a power of two."""
+    """The compressor's `rank`, rounded up to a power of two."""
 
 
 @cache
@@ -153,7 +153,6 @@ def _part_of(matrices, parts, COLUMNS: constexpr):
 def _project(
     bucket, residual, start_factors, proposal, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, ROWS: constexpr
 ):
-    """Compute M Q for some rows."""
     part, matrix, rows, columns = _part_of(matrices, parts, 2)
     start_factors += tl.load(matrix + Q_AT)
     row = tl.load(part + 1) + tl.arange(0, ROWS)
@@ -178,7 +177,6 @@ def _project(
 def _project_back(
     bucket, residual, basis, chunks, matrices, parts, RANK: constexpr, RANK_WIDTH: constexpr, WIDTH: constexpr
 ):
-    """Compute MᵀP of one chunk of 32 rows, in row order."""
     part, matrix, rows, columns = _part_of(matrices, parts, 3)
     chunk = tl.load(part + 1)
     basis += tl.load(matrix + P_AT)
@@ -216,7 +214,7 @@ def _add_chunks(chunks, payload, matrices, parts, RANK: constexpr, RANK_WIDTH: c
 
 @jit
 def _expanded(basis, right, rows, columns, row, column, RANK: constexpr):
-    """Compute a tile of P Qᵀ, adding the `RANK` products in order."""
+    """Compute a tile of P Qᵀ."""
     total = nothing([row.shape[0], column.shape[0]])
     for i in range(RANK):
         left = tl.load(basis + i * rows + row, row < rows, 0.0)

@@ -9,7 +9,8 @@
     scatter    write values and places (indices in the segment) into the payload, and clear their residual
 
 Only `gather` reads every value; then a warp reads each tile's list. The launches do not depend on the data. A decision
-is a magnitude and a count: larger values are sent, and `count` values of equal magnitude, in ascending place.
+is a magnitude and a count: larger values are sent, and `count` values of equal magnitude, in ascending place. An open
+decision has a rank, whose magnitude is found digit by digit.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def copies_of(segments: int) -> int:
 
 @jit
 def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
-    """Append the next digit to an open (incomplete) decision: the bin of the rank-th largest value."""
+    """Append a digit to an open decision: the histogram bin of the magnitude with the decision's rank."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_open = tl.load(decision) != 0
     known = tl.load(decision + 1)
@@ -85,7 +86,7 @@ def add_to_histogram(histogram, magnitude, is_there, known, SHIFT: constexpr, AB
 
 @jit
 def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
-    """Count leading digits in a local histogram first, because most fall into the same bins."""
+    """Count leading digits, most in a local histogram, because global additions to one bin are serialised."""
     digit = magnitude >> SHIFT
     lowest = tl.min(tl.where(is_there, digit, BINS - 1), axis=0)
     is_near = is_there & (digit - lowest < NEAR)
@@ -98,7 +99,7 @@ def add_leading_digits(histogram, magnitude, is_there, SHIFT: constexpr):
 def _digit_histogram(
     table, sample, decisions, histograms, segments, SHIFT: constexpr, ABOVE: constexpr, SHAPE: constexpr
 ):
-    """Count the digits of a tile of a sample (-1 is padding) for one decision."""
+    """Count the next digits of a sample's tile, for one of the segment's decisions; -1 is padding."""
     TILE: constexpr = SHAPE[1]
     start, size, _, _ = tile_of(table, SHAPE[3])
     segment, _ = segment_of(table)
@@ -111,7 +112,7 @@ def _digit_histogram(
 
 
 def settle(sample: Tensor, decisions: Tensor, tiles: Tiles, segments: int) -> None:
-    """Compute the magnitude of each open decision. A segment may have several decisions."""
+    """Compute the magnitude of each open decision from `sample`. A segment may have several decisions."""
     for shift, above in DIGITS:
         histograms = torch.zeros(len(decisions), BIN_COUNT, dtype=torch.int32, device=sample.device)
         rows = len(decisions) // max(segments, 1)
@@ -124,9 +125,10 @@ TALLY_COLUMNS = constant(3)  # numbers of values: at or above the first cut, at 
 
 
 def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> Tensor:
-    """Fill the payload with the values that reach each segment's cut; return the tally, shape (segments, 3).
+    """Fill the payload with the values that reach each segment's cut.
 
-    `cuts` has shape (2, segments). The second, lower cut applies if fewer than k / 2 values reach the first.
+    `cuts` has shape (2, segments). The second, lower cut applies if fewer than k / 2 values reach the first. Return the
+    tally, shape (segments, 3): numbers of values that reach the first cut, that reach the second, that are not finite.
     """
     device, tiles, count, segments = given.bucket.device, layout.tiles, len(layout.tiles), len(layout.sections)
     places = torch.empty(count * TILE, dtype=torch.int16, device=device)
@@ -155,7 +157,6 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
 
 @jit
 def _gather(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE: constexpr):
-    """List the values that reach the lower cut, and fill the tally."""
     if lies_well(table, SHAPE):
         _gather_tile(table, bucket, residual, cuts, segments, places, values, lengths, tally, SHAPE[4], SHAPE)
     else:
@@ -194,7 +195,7 @@ def _gather_tile(
 
 @jit
 def _open(sections, cuts, segments, tally, decisions):
-    """Choose the higher cut, or the lower cut if too few values reach it. Open a decision if too many do."""
+    """Choose the first or the lower cut of a segment. If more values reach it than fit, open the segment's decision."""
     segment = tl.program_id(0)
     section = sections + segment * SECTION_COLUMNS
     slots = tl.load(section + SLOTS).to(tl.int32)
@@ -246,7 +247,6 @@ def _read_values(values, first, length, TILE: constexpr):
 
 @jit
 def _count(table, values, lengths, decisions, counts, tiles, SHAPE: constexpr):
-    """Count a tile's values: larger than the decision's magnitude, and equal to it."""
     segment, _ = segment_of(table)
     length = tl.load(lengths + tl.program_id(0))
     last = tl.load(decisions + segment * DECISION_COLUMNS + 1)
@@ -336,7 +336,7 @@ def _before(counts, ends, tile):
 
 @jit
 def _send_byte(payload, words, at, value, is_there, edge):
-    """Store a byte, or set its bits in a word shared with the bit string."""
+    """Store a byte; from `edge` on atomically, because a word may also have bits of the bit string."""
     tl.store(payload + at, value.to(tl.uint8), is_there & (at < edge))
     _set_bits(words, 8 * at, value.to(tl.int32), is_there & (at >= edge))
 

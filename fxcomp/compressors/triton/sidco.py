@@ -7,8 +7,8 @@
     send      the pass over the bucket (`send.py`)
     control   compute the controllers' next state
 
-Exception: a GPU's log and exp may differ from a CPU's in the last of 53 bits, which changes about one threshold in
-10^8. Ranks need not agree on thresholds.
+For m sampled values, t = m k / n. Exception: a GPU's log and exp may differ from a CPU's in the last of 53 bits, which
+changes about one threshold in 10^8. Ranks need not agree on thresholds.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _COLUMNS = 8  # columns of 512 mantissas multiplied at once: 32 per thread  # as
 
 @cache
 def _samples(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tiles, int, Tensor, int]:
-    """Return the tiles of both samples (the thin sample's last), the number of the usual sample's tiles, a table with a
-    row per segment, and the number of products of mantissas. Columns of the table: first value, n, k, both strides,
-    first sampled value, first product.
+    """Return tiles, the number of tiles of the usual sample, a table of segments, and the number of mantissa products.
+
+    The usual sample's tiles precede the thin sample's. Table columns: first value, n, k, stride of the usual sample,
+    stride of the thin sample, first sampled value, first product.
     """
     steps, other_steps = strides(segments, ratio), thin_strides(segments, ratio)
     sizes = [RUN * -(-(n // RUN) // step) if step > 1 else n for n, step in zip(segments, steps, strict=True)]
@@ -108,7 +109,7 @@ def _taken(n, stride, calls):
 
 @jit
 def _take(table, bucket, residual, state, rows, sample, SHAPE: constexpr):
-    """Copy sampled magnitudes, as the bits of a float: 0 for values that are not finite, -1 as padding."""
+    """Copy the bits of sampled magnitudes: 0 for values that are not finite, -1 as padding."""
     at, size, _, _ = tile_of(table, SHAPE[3])
     segment, in_sample = segment_of(table)
     start, n, _, stride, _ = _row(rows, segment)
@@ -131,7 +132,7 @@ def _resampled_from(n, stride, calls):
 
 @jit
 def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: constexpr, WIDTH: constexpr):
-    """Compute a segment's threshold, or t if the threshold will be the t-th largest value of a sample."""
+    """Compute a segment's threshold, or open a decision if the t-th largest value of a sample replaces it."""
     segment = tl.program_id(0)
     _, n, k, stride, other_stride = _row(rows, segment)
     row = rows + segment * ROW_COLUMNS
@@ -178,7 +179,7 @@ def _resample(table, bucket, residual, state, rows, segments, sample, decisions,
 
 @jit
 def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
-    """Write a controller's next state, unless nothing was fitted or a value is not finite."""
+    """Update a controller's state, unless no distribution was fitted or a value is not finite."""
     segment = tl.program_id(0)
     _, _, k, _, _ = _row(rows, segment)
     counted = tally + segment * TALLY_COLUMNS
@@ -226,7 +227,10 @@ def _control(state, rows, fitted, tally, MOST_STAGES: constexpr):
 
 @jit
 def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
-    """Write the magnitudes at a segment's indices `place`, as bits; -1 after the segment's end."""
+    """Copy the magnitudes at a segment's indices `place`, as bits, into `sample`.
+
+    Indices after the segment's end give -1.
+    """
     is_there = is_ours & (place < n)
     value, _ = compensated(bucket, residual, start + place, is_there)
     tl.store(sample, tl.where(is_there, magnitude_of(value), -1), is_ours)
@@ -234,6 +238,6 @@ def _copy_strided(bucket, residual, start, n, place, sample, is_ours):
 
 @jit
 def _rank_in_sample(n, k, first, stride):
-    """Return t, the thin sample's length times k / n, and that length."""
+    """Return t, at least 1, and the length of the thin sample."""
     length = (n - first + stride - 1) // stride
     return tl.maximum((2 * k * length + n) // (2 * n), 1), length

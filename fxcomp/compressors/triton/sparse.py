@@ -23,8 +23,8 @@ from fxcomp.compressors.triton.tiles import TILE, Tiles, cut, lies_well, segment
 
 SECTION_COLUMNS = constant(9)
 K, SLOTS, FIRST_TILE, LAST_TILE, VALUES_AT, PLACES_AT, BITS_AT, FORM, LIST_AT = map(constant, range(9))
-"""Columns of the table of sections: k, slots, first and last tile, first payload byte of values, places and bit string,
-low bits of a place, start of the list of places.
+"""Columns of the table of sections: k, slots, first and last tile, first payload byte of values, of low bits of places
+and of the bit string, number of low bits per place, index of the first place in a rank's list.
 """
 
 
@@ -37,7 +37,7 @@ class Layout:
     slots: tuple[int, ...]
     """Maximum number of sent values, by segment."""
     has_counts: bool
-    """A count precedes each section's values."""
+    """True if a count precedes each section's values."""
 
 
 @cache
@@ -96,7 +96,10 @@ def decode_sparse(received: DecoderInput, out: Tensor, layout: Layout) -> None:
 
 @cache
 def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return segment, first byte and bytes of each part of a bit string, and the index of each segment's first part."""
+    """Divide bit strings into parts of at most 512 bytes. Return a table and the index of each segment's first part.
+
+    Table columns: segment, first byte, number of bytes.
+    """
     rows: list[tuple[int, int, int]] = []
     first_rows: list[int] = []
     for segment, (n, room) in enumerate(zip(segments, slots, strict=True)):
@@ -109,7 +112,7 @@ def _bit_strings(segments: tuple[int, ...], slots: tuple[int, ...], device: torc
 
 @jit
 def _ones(payload, sections, table):
-    """Read a part of a bit string. Return its bits, segment, section, and its first bit's index."""
+    """Return the bits of a part of a bit string, the segment, the section, and the first bit's index."""
     entry = table + tl.program_id(0).to(tl.int64) * BIT_COLUMNS
     segment = tl.load(entry)
     section = sections + segment * SECTION_COLUMNS
@@ -178,7 +181,7 @@ def _decode(
     RANKS: constexpr,
     SHAPE: constexpr,
 ):
-    """Compute a tile's mean over ranks; the tile stays in the cache."""
+    """Compute a tile's mean over ranks."""
     if lies_well(table, SHAPE):
         _decode_tile(
             table, payloads, lists, out, sections, payload_words, list_elements, SHAPE[4], HAS_COUNTS, RANKS, SHAPE

@@ -38,8 +38,9 @@ class Tiles:
     in the segment, two columns with a kernel's own data.
     """
     shape: tuple[int, int, int, int, int]
-    """Block, width, rows, and two alignments to compile for: the power of two that divides start and size of every
-    tile, and of the best aligned tiles.
+    """Values per block, width, rows, smallest and largest alignment of the tiles.
+
+    A tile's alignment, 4, 2 or 1, divides start and size.
     """
     warps: int
 
@@ -47,7 +48,7 @@ class Tiles:
         return len(self.table)
 
     def launch(self, kernel: Any, *arguments: Tensor | float | None, rows: int = 1, **constants: object) -> None:
-        """Run `rows` programs for each tile. The kernel's first argument is the table, its last SHAPE."""
+        """Run `rows` programs for each tile. The kernel's first argument is `table`; its argument SHAPE is `shape`."""
         launch(kernel, len(self), self.table, *arguments, rows=rows, warps=self.warps, **constants, SHAPE=self.shape)
 
 
@@ -80,7 +81,7 @@ def rows_of(segments: tuple[int, ...], block: int, values_per_byte: int) -> Iter
 
 @jit
 def lies_well(table, SHAPE: constexpr):
-    """Return True if SHAPE[4], not only SHAPE[3], divides start and size of this program's tile."""
+    """Return True if the largest alignment, SHAPE[4], divides start and size of this program's tile."""
     if SHAPE[3] == SHAPE[4]:
         return True
     else:  # noqa: RET505  Triton compiles one branch only
@@ -90,7 +91,7 @@ def lies_well(table, SHAPE: constexpr):
 
 @jit
 def tile_of(table, ALIGNMENT: constexpr):
-    """Return first value, number of values, first block and first byte of codes."""
+    """Return first value, number of values, first block and first byte of codes of this program's tile."""
     entry = table + tl.program_id(0).to(tl.int64) * COLUMNS
     start = tl.multiple_of(tl.load(entry), ALIGNMENT)
     size = tl.multiple_of(tl.load(entry + 1).to(tl.int32), ALIGNMENT)
@@ -111,7 +112,7 @@ def segment_of(table):
 
 @jit
 def places(size, SHAPE: constexpr):
-    """Return each value's index in the tile, and a mask."""
+    """Return each value's index in the tile, and a mask of the values that exist."""
     BLOCK: constexpr = SHAPE[0]
     WIDTH: constexpr = SHAPE[1]
     ROWS: constexpr = SHAPE[2]
@@ -126,7 +127,7 @@ def places(size, SHAPE: constexpr):
 
 @jit
 def blocks_of(size, SHAPE: constexpr):
-    """Return the indices of a tile's blocks, and a mask."""
+    """Return the indices of a tile's blocks, and a mask of the blocks that exist."""
     BLOCK: constexpr = SHAPE[0]
     ROWS: constexpr = SHAPE[2]
     block = tl.arange(0, ROWS)

@@ -31,9 +31,10 @@ LEADING = constant(DIGITS[0][0])  # lowest of the leading bits
 
 @cache
 def _ranks(segments: tuple[int, ...], ratio: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return open decisions for samples and for segments, and the table of samples: first value, stride, length.
+    """Return open decisions (`send.py`) for samples and for segments, and the table of samples.
 
-    The rank of a sample's cut is raised by four standard deviations of a Poisson variable.
+    A sample's rank is raised by four standard deviations of a Poisson variable.
+    Table columns: first value, stride, length.
     """
     sampled: list[tuple[int, int, int]] = []
     whole: list[tuple[int, int, int]] = []
@@ -140,7 +141,7 @@ def _histogram_of_stretch(table, bucket, residual, decisions, reached, histogram
 
 @jit
 def _keep(guesses, decisions, reached):
-    """Use the sample's cut (the guess) as a segment's decision if enough values reach it."""
+    """Use the sample's cut as a segment's decision if at least k values reach the cut."""
     decision = decisions + tl.program_id(0) * DECISION_COLUMNS
     is_guessed = tl.load(reached + tl.program_id(0)) >= tl.load(decision + 2)
     tl.store(decision + 1, tl.load(guesses + tl.program_id(0) * DECISION_COLUMNS + 1), is_guessed)

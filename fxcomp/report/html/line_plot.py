@@ -1,6 +1,6 @@
-"""Plot a number of several runs on one axis. Long lines are thinned, and not joined across gaps.
+"""Plot one metric of several runs. Long lines are thinned, and not joined across gaps.
 
-Positions are percentages of the width. Each column of a plot keeps its lowest and highest point, so no peak is lost.
+Each column of a plot keeps its lowest and highest point, so no peak is lost.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Labelled values: round numbers; on a logarithmic axis powers of ten, if short also times 2 and 5."""
+        """Labelled values: round numbers. A logarithmic axis has powers of ten and, if short, 2 and 5 times these."""
         if not self.is_log:
             step = round_step(self.high - self.low, _TICKS)
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)

@@ -149,4 +149,4 @@ def _time(name: str, us: float, digits: int, kind: str) -> Bar:
 
 
 FIGURES: Mapping[str, Callable[[Explanation], Sequence[Drawing]]] = {"": steps, "Race": race, "Worth trying": race}
-"""Functions that draw above a section, by its title."""
+"""Functions that draw above a section, by section title."""

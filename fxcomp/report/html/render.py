@@ -1,6 +1,6 @@
 """Render a page: `page.html.j2` frames its sections, `shapes.html.j2` has a macro for each kind of block.
 
-All text is escaped. A missing template variable is an error.
+All text is escaped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw tracks (predicted or measured steps) on one scale. List every task with its predicted time and source.
+"""Draw tracks (predicted or measured steps) on one scale, and list all tasks.
 
 Positions are percentages of the width, so that zooming does not scale text.
 """
@@ -35,7 +35,7 @@ Told = tuple[Track, Mapping[str, TaskFacts]]
 
 
 class _Row(NamedTuple):
-    """A stream's tasks, and the step's end in percent of the width; or a track's title."""
+    """A track's title, or a stream's tasks with the step's end in percent of the width."""
 
     name: str
     end: float = 0.0
@@ -71,7 +71,7 @@ def draw(explanation: Explanation, tracks: Sequence[Track]) -> Sequence[Drawing]
 
 
 def list_tasks(explanation: Explanation, tracks: Sequence[Track]) -> Drawing:
-    """List every task of every track. A task refers to its source by number, because sources are long and few."""
+    """List every task of every track. A task refers to its source by number."""
     sources: dict[str, int] = {}
     return drawn("tasks", [(track.name, _table(explanation, track, sources)) for track in tracks], sources)
 

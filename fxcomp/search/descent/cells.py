@@ -32,7 +32,7 @@ Parts = tuple[Part, ...]
 
 
 class Value(NamedTuple):
-    """A plan's step time in µs, infinite above the error limit, and its error in elements."""
+    """A plan's step time in µs (infinite if the error exceeds the limit), and error in elements (`losses.py`)."""
 
     us: float
     lost: float
@@ -45,7 +45,7 @@ class Value(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Effort of a descent, in counts, so that all ranks stop at the same plan."""
+    """Effort of a descent, in counts and not in seconds, so that all ranks stop at the same plan."""
 
     evaluations: int = 4000
     options: int = 6
@@ -57,11 +57,11 @@ class Limits(NamedTuple):
     """Change two buckets together if no single change helps."""
     borders: bool = True
     price: float = 0.0
-    """Price of error, in µs per element, added to the step."""
+    """Price of error, in µs per element. The search minimizes step time + price · error."""
 
 
 MOST_CELLS = 64
-"""Maximum number of cells of a strand during the search. Then the best plan is improved with one cell per atom."""
+"""Maximum number of cells of a strand in the first descent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Strand:
         return Strand(self.atoms, self.places, tuple(range(len(self.atoms) + 1)))
 
     def sums(self, features: Sequence[Feature], ranks: int) -> list[list[float]]:
-        """Return, per feature, its sum over the atoms before each border."""
+        """Return each feature's sum over the atoms before each border."""
         shapes = tuple(atom.shape for atom in self.atoms)
         before = ([0.0, *accumulate(feature_sizes(feature, shapes, ranks))] for feature in features)
         return [[sums[border] for border in self.borders] for sums in before]
@@ -111,7 +111,7 @@ class Strand:
         return [before[border] for border in self.borders]
 
     def continued(self) -> tuple[list[int], list[int]]:
-        """Return, per cell, the last cell and dense bytes of the gradient inside which it begins; else -1 and 0."""
+        """Return the last cell and the dense bytes of the gradient that each cell continues; -1 and 0 if none."""
         ends, sizes = [-1] * self.cells, [0] * self.cells
         cell_of = [cell for cell, (start, stop) in enumerate(pairwise(self.borders)) for _ in range(start, stop)]
         last_of = {atom.number: cell for atom, cell in zip(self.atoms, cell_of, strict=True)}
@@ -150,13 +150,12 @@ def strand_of(atoms: Sequence[Atom], places: Sequence[int], most: int = MOST_CEL
 
 
 def reaches(templates: Sequence[Template], strand: Strand, ranks: int) -> list[list[int] | None]:
-    """Return, per template and cell, the largest end of a bucket that starts at the cell; None if unlimited.
+    """Return, per template and cell, the largest end cell of a bucket that starts at the cell; None if unlimited.
 
-        a vector of 3e9 elements, topk(0.01)       its indices exceed 31 bits: no bucket with the vector
+        a vector of 3e9 elements, topk(0.01)       indices exceed 31 bits: no bucket with the vector
         a matrix of 3e9 elements in four atoms     no bucket with three of the atoms
 
-    A single parameter that is too large for its compressor raises BadOption. A compressor that accepts a parameter
-    accepts all smaller parameters.
+    A single parameter that is too large for its compressor raises BadOption.
     """
     gradients = {atom.number: atom.gradient for atom in strand.atoms}
     if not gradients:

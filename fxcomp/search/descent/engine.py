@@ -18,14 +18,12 @@ from fxcomp.search.plan_tasks import StepPrices
 
 
 class Engine(Protocol):
-    """Interface of the search engines."""
-
     def values(self, plans: Sequence[Parts]) -> list[Value]:
-        """Price plans."""
+        """Predict step time and error of plans."""
         ...
 
     def with_options(self, plan: Parts, options: Sequence[tuple[int, ...]]) -> list[Value]:
-        """Price a plan with each entry of `options`: one option per strand."""
+        """Price a plan with each entry of `options`. An entry has one option per strand."""
         ...
 
     def others(self, plan: Parts) -> list[list[Value]]:
@@ -50,8 +48,6 @@ class _EngineLimits(ctypes.Structure):
 
 
 class Compiled:
-    """The search in C++."""
-
     def __init__(self, problem: Problem) -> None:
         self._problem = problem  # keeps alive the arrays that C++ reads
         self._columns = problem.for_kernels
@@ -110,7 +106,7 @@ class Simulated:
         return self.values([tuple(part._replace(option=each[part.strand]) for part in plan) for each in options])
 
     def others(self, plan: Parts) -> list[list[Value]]:
-        """Return infinite values: simulation would take minutes."""
+        """Return infinite times and errors, because simulating the plans would take minutes."""
         return [[Value(math.inf, math.inf)] * self._options[part.strand] for part in plan]
 
     def improve(self, plan: Parts, limits: Limits) -> tuple[Parts, int]:
@@ -127,7 +123,7 @@ class Simulated:
         return value
 
     def _lost(self, part: Part) -> float:
-        """Return a bucket's error, in elements; infinite if too large for its compressor."""
+        """Return a bucket's error, in elements; infinite if the bucket is too large for the compressor."""
         p, option = self._problem, self._problem.strand_options[part.strand] + part.option
         reach = p.option_reach[option]
         if reach >= 0 and part.stop > p.reach[reach + part.start]:

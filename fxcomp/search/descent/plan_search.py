@@ -35,7 +35,7 @@ CAPS = (MIB // 2, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 25 * MIB, 64 * MIB, 
 """Maximum bucket sizes of the starts, in bytes."""
 
 PRICES = (1 / 64, 64.0)
-"""Search bounds for the price of error, as multiples of saved time / error limit."""
+"""Search bounds for the price of error, as multiples of (saved time) / (error limit)."""
 
 SPENT = 0.98
 """Fraction of the error limit that counts as used up."""
@@ -87,7 +87,6 @@ class PlanSearch:
         self.shares = bool(self.problem.shares)
 
     def at(self, prices: StepPrices) -> None:
-        """Change the prices, e.g. for links of another bandwidth."""
         self.prices = prices
         self.problem = self.problems.at(prices, self.question.bounds)
         self.engine = self._engine(self.problem, self.strands)
@@ -113,9 +112,9 @@ class PlanSearch:
         return sorted(distinct.values(), key=by_value)
 
     def at_prices(self, begun: Found, limits: Limits, rounds: int) -> Iterator[Found]:
-        """Yield improved plans, bisecting the price of error that makes a plan just use up the limit.
+        """Yield improved plans, while bisecting the price of error at which a plan just uses up the limit.
 
-        Each round yields two plans, the second improved without a price.
+        Each round yields a plan improved with the price, and this plan improved further without a price.
         """
         lossable, found = self.question.bounds.lost, begun
         saved_us = self.starts(self._dense_options(), 1)[0].value.us - begun.value.us
@@ -130,15 +129,14 @@ class PlanSearch:
             yield self.improved(found.parts, limits)
 
     def quick(self, *, dense_only: bool) -> Found:
-        """Return a fast plan, found with low effort."""
         best = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))[0]
         return self.improved(best.parts, QUICK._replace(dense_only=dense_only))
 
     def starts(self, numbers: Sequence[int], most: int = _KEPT) -> list[Found]:
         """Return the fastest uniform plans; `numbers` are indices of the first strand's options.
 
-        Other strands' buckets stay uncompressed if they may not have the strategy. Pinned buckets use the same levels
-        if possible.
+        Buckets of strands that do not offer the strategy stay uncompressed. Pinned buckets use the same levels if
+        possible.
         """
         values = [(values[number], shape, number) for shape, values in self._shapes() for number in numbers]
         values.sort(key=lambda start: start[0])
@@ -162,8 +160,8 @@ class PlanSearch:
     def starts_below(self, us: float, *, dense_only: bool) -> list[Found]:
         """List the starts whose steps may be shorter than `us`.
 
-        Prices include an average rounding of shards. If rounding matters, as in small buckets, starts are listed by
-        prices without rounding.
+        Prices include an average rounding of shards up to whole blocks. For small buckets, prices without rounding are
+        compared with `us`.
         """
         starts = self.starts(self._dense_options() if dense_only else range(len(self.options[0])))
         limit = us * (1 + _LINES_ERROR)
@@ -178,7 +176,7 @@ class PlanSearch:
         return [*_of_buckets(rough, _ROUGH), *_of_buckets(close, _LISTED)]
 
     def _rounded_us(self, found: Found) -> float:
-        """Return the largest increase of a bucket's price by the rounding of shards, in µs."""
+        """Return the most time, in µs, that rounding shards up adds to any bucket."""
         return max(
             (self.problem.rounded_us[option] for option in {(part.strand, part.option) for part in found.parts}),
             default=0.0,
@@ -246,7 +244,7 @@ class PlanSearch:
         return tuple(sorted(parts, key=lambda part: self.strands[part.strand].last(part.stop - 1)))
 
     def _options_like(self, number: int) -> tuple[int, ...]:
-        """Return each strand's option most like the first strand's option `number`."""
+        """Return, for each strand, the option with the strategy that is nearest to the first strand's `number`."""
         wanted = self.options[0][number].strategy
         levels = _levels(wanted)
 
@@ -262,7 +260,7 @@ class PlanSearch:
         return next((part.option for part in found.parts if part.strand < self._free), None)
 
     def _varied(self, starts: Sequence[Found], count: int) -> list[Found]:
-        """Return up to `count` of the best starts; the second half adds new strategies."""
+        """Return up to `count` starts: half of them the best, the others the best of further strategies."""
         taken = list(starts[: (count + 1) // 2])
         strategies = set(map(self._first_option, taken))
         for found in starts:
@@ -276,7 +274,6 @@ class PlanSearch:
         return [number for number, option in enumerate(self.options[0]) if option.strategy.is_dense]
 
     def improved(self, parts: Parts, limits: Limits) -> Found:
-        """Change a plan until no change helps or the limits are reached."""
         found, _ = self.engine.improve(parts, limits)
         return Found(found, self.engine.values([found])[0], self.strands)
 

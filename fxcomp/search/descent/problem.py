@@ -29,10 +29,10 @@ NOTHING = -3
 """Arrival task of a template whose update waits for no task."""
 
 DENSE, BURSTY = 1, 2
-"""Traits of an option. DENSE: allowed in dense plans, because it is dense or pinned."""
+"""Traits of an option. DENSE: a dense or pinned strategy, allowed in dense plans."""
 
 _MOST = sys.float_info.max
-"""Largest finite error limit; a bucket too large for its compressor has an infinite error."""
+"""Largest error limit. It is finite, because a bucket too large for its compressor has an infinite error."""
 
 PLACE = {stream: place for place, stream in enumerate(Stream)}
 
@@ -44,7 +44,7 @@ class Option:
     strategy: Strategy
     is_bursty: bool
     is_pinned: bool = False
-    """True if the user pinned the strand's gradients to this strategy, also in dense plans."""
+    """True if the user pinned the strand's gradients to this strategy. Dense plans keep it too."""
 
     @property
     def traits(self) -> int:
@@ -54,7 +54,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a plan, in elements: error, and elements with bursty strategies (rare large values)."""
+    """Limits of a plan's error, and of the elements with bursty strategies (rare large values), both in elements."""
 
     lost: float = math.inf
     bursting: float = math.inf
@@ -65,8 +65,6 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of the search kernels: arrays, times and limits, counts and flags, in the order of the C++ struct."""
-
     strand_cells: array[int]
     last: array[int]
     """Per cell: index of its last gradient."""
@@ -75,7 +73,7 @@ class Problem:
     """Prefix sums of the features over cells; a strand has one more row than cells. The first feature is `ELEMENTS`."""
     updates_us: array[float]
     join_last: array[int]
-    """Per cell: last cell of the gradient inside which it begins; -1 if it begins at a gradient's start."""
+    """Per cell: last cell of the gradient that the cell continues; -1 if the cell starts with a new gradient."""
     join_us: array[float]
     strand_options: array[int]
     option_template: array[int]
@@ -86,7 +84,7 @@ class Problem:
     option_reach: array[int]
     """Index of an option's entries in `reach`; -1 without a limit."""
     reach: array[int]
-    """Per option and cell: largest `stop` of a bucket that starts there."""
+    """Per option and cell: largest `stop` of a bucket that starts at the cell."""
     template_tasks: array[int]
     template_stages: array[int]
     stage_tasks: array[int]
@@ -125,7 +123,7 @@ class Problem:
     updates_wait: int
     commits: int
     broadcast_stream: int
-    """-1 if nothing is broadcast."""
+    """Index of the stream that broadcasts buffers; -1 if none."""
     shares: int
     """True if tasks that overlap may need more processors than the machine has."""
     has_spare: int
@@ -158,7 +156,6 @@ class Problem:
 
     @cached_property
     def for_kernels(self) -> ctypes.Structure:
-        """The C++ struct, which points to these arrays."""
         made = _ProblemColumns()
         for each in fields(self):
             value = getattr(self, each.name)
@@ -293,7 +290,7 @@ class _Curves:
             self.found += prices.curves(question, size)
 
     def may_lack_processors(self, tasks: Iterable[TaskTemplate]) -> bool:
-        """Return whether tasks, one per stream, may need more processors than there are."""
+        """Return whether tasks that overlap, one per stream, may need more processors than the machine has."""
         processors = self.processors
         if math.isinf(processors.count) or not processors.has_spare:
             return not math.isinf(processors.count)

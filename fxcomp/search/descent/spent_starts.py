@@ -23,15 +23,14 @@ class Effort(NamedTuple):
     """Number of results to improve further, two changes at a time."""
     then: Limits
     in_full: Limits
-    """Limits of descents that move single atoms (`search/atoms.py`), not cells, from the best result and the first
+    """Limits of descents that move single atoms (`search/atoms.py`). They begin at the best result and the first
     `improved` starts.
     """
     kicked: Limits
     rounds: int
     tails: int
-    """Number of options that kicks try for the end of the last bucket."""
+    """Number of options that kicks try for a part cut off the last bucket."""
     prices: int
-    """Number of prices of error to try."""
 
 
 ALONE = Effort(
@@ -56,7 +55,7 @@ SHARED = Effort(
     1,
     4,
 )
-"""Effort if ranks share processors, where a simulation takes ten times as long."""
+"""Smaller effort for ranks that share processors. A simulation then takes ten times as long."""
 
 QUICK = Limits(evaluations=300, pairs=False)
 
@@ -64,7 +63,7 @@ _KICKED_SHARES = (1 / 16, 1 / 5, 1 / 2)
 
 
 def kicks(parts: Parts, strands: Sequence[Strand], tails: Sequence[int]) -> list[Parts]:
-    """Return plans with halved buckets, merged pairs, a cut first bucket, or another option at the end."""
+    """Return plans with one kick each: halve all buckets, merge pairs of buckets, cut the first or last bucket."""
 
     def ordered(found: Iterable[Part]) -> Parts:
         return tuple(sorted(found, key=lambda part: strands[part.strand].last(part.stop - 1)))
@@ -111,9 +110,9 @@ def spent_starts(p: Problem, others: Parts) -> Iterator[Parts]:
 
         end(j, e) = min over i < j, option o of   max(end(i, e - lost(i, j, o)), ready(j)) + time(i, j, o)
 
-    end(j, e) is the time at which one queue finishes the buckets of cells before j, with total error e. The first start
-    omits the compute stream's time. A descent keeps the limit at each change, so it cannot compress several layers less
-    and one slow layer more.
+    end(j, e) is the time at which one queue finishes the buckets of cells before j, with total error at most e. The
+    first start omits the compute stream's time. A descent may miss these starts, because each change must keep the
+    limit.
     """
     first, cells = p.strand_options[0], p.strand_cells[1]
     rest = [part for part in others if part.strand > 0]
@@ -164,7 +163,7 @@ class _SpentTable:
         self.ends = ends
 
     def within_limit(self) -> list[tuple[int, int, int]]:
-        """List the buckets (start, stop, option) of the plan that ends first within the exact limit."""
+        """List the buckets (start, stop, option) of the fastest plan whose exact error is within the limit."""
         for left in range(GRID, -1, -1):
             found = self._behind(left)
             if found and sum(self.share[each] for each in found) <= 1.0:
@@ -182,7 +181,9 @@ class _SpentTable:
 
 
 def _prices(p: Problem, starts: Numbers, stops: Numbers, offered: list[int]) -> tuple[Numbers, Numbers, Numbers]:
-    """Return µs off and on the compute stream, and error of buckets, each with shape [pairs of borders, options]."""
+    """Return time on all other streams and on the compute stream, in µs, and error, of the bucket between each pair of
+    borders. Shapes: [pairs, options].
+    """
     sums = _array(p.sums).reshape(-1, p.features)
     sizes, values, slopes = map(_array, (p.sizes, p.values, p.slopes))
     features = sums[stops] - sums[starts]

@@ -9,8 +9,8 @@
     decompress   compute   decode_us(int8, 2 payloads) of the elements
 
 A `BucketWriter` writes the tasks of one large probe bucket, with a `_Recorder` in place of the cost table. Each size is
-stored as its ratio to a `Feature` of the probe: its elements, or a compressor's bytes. The largest shard exceeds its
-ratio, because borders are rounded to a compressor's blocks; this excess, averaged over odd-sized probes, is added.
+stored as the ratio to a `Feature` of the probe: elements, or a compressor's bytes. The largest shard is larger, because
+borders are rounded to a compressor's blocks; the average excess of odd-sized probes is added.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Feature(NamedTuple):
     is_whole: bool = True
 
     def of(self, shape: Sequence[int], ranks: int) -> int:
-        """Return the size for a shape. Raise BadOption if it is too large for the compressor."""
+        """Return the size for a shape. Raise BadOption if the shape is too large for the compressor."""
         elements = math.prod(shape)
         if self.compressor is None:
             return elements
@@ -69,13 +69,13 @@ ELEMENTS = Feature(Measure.VALUES)
 
 @lru_cache(maxsize=256)
 def feature_sizes(feature: Feature, shapes: tuple[tuple[int, ...], ...], ranks: int) -> tuple[float, ...]:
-    """Return the size for each shape; 0 if too large for the compressor."""
+    """Return the size for each shape; 0 for shapes too large for the compressor."""
     known = {shape: size_of(feature, shape, ranks) or 0.0 for shape in dict.fromkeys(shapes)}
     return tuple(known[shape] for shape in shapes)
 
 
 def size_of(feature: Feature, shape: Sequence[int], ranks: int) -> float | None:
-    """Return the size for a shape; None if too large for the compressor."""
+    """Return the size for a shape; None if the shape is too large for the compressor."""
     try:
         return float(feature.of(shape, ranks))
     except BadOption:
@@ -93,7 +93,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TaskTemplate:
-    """Task of a bucket of any size. A collective's load and speed follow from its first term."""
+    """Task of a bucket of any size."""
 
     stream: Stream
     after: tuple[int, ...]
@@ -105,8 +105,6 @@ class TaskTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Tasks of a strategy's buckets, of any size."""
-
     stages: tuple[tuple[TaskTemplate, ...], ...]
     final: tuple[TaskTemplate, ...]
     arrival: tuple[int, ...]
@@ -160,7 +158,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
 
 
 class _Price(float):
-    """Price that contains its questions."""
+    """Dummy price that lists the cost table's methods called for it, with their arguments (questions)."""
 
     asked: tuple[tuple[PriceQuestion, Size], ...]
 
@@ -175,7 +173,7 @@ class _Price(float):
 
 
 class _Recorder:
-    """Cost table that records questions instead of answering them."""
+    """Stands for a cost table: returns prices that record the call, without times."""
 
     def __init__(self, *, copies: bool) -> None:
         self.copies = copies
@@ -226,7 +224,10 @@ class _TemplateReader:
         return Template(tuple(stages), tuple(made[sum(map(len, stages)) :]), self._follows(self.bucket.update))
 
     def beyond(self, smooth: _TemplateReader, shapes: Sequence[tuple[int, ...]]) -> dict[int, float]:
-        """Return each collective's size minus its proportional estimate from `smooth`, by task number."""
+        """Return the difference between each collective's size and the size that `smooth` predicts for `shapes`.
+
+        Keys are task numbers.
+        """
         found: dict[int, float] = {}
         for number, (task, like) in enumerate(zip(self.tasks, smooth.tasks, strict=True)):
             price = like.duration_us

@@ -1,12 +1,12 @@
-"""Adapt the plan to measured compression errors, between steps and at the same steps on all ranks.
+"""Adapt the plan to measured compression errors. All ranks change the plan between the same two steps.
 
     wait       until the plan's error has changed or INTERVAL steps have passed; never in a warm-up or race
     solve      rank 0 chooses strategies again, a few ms after each step; ranks ask for its answer every MEETING steps
-    retune     if only compressor parameters change: every rank changes its program, in parts after each of four steps
+    retune     if only compressor parameters change: every rank changes its program, one part after each of four steps
     emit       otherwise: every rank emits a program, one pass after each step
     switch     all ranks follow the new plan; residuals are kept
 
-If solving raises, the plan stays. A plan that was chosen dense also stays, because dense has no error and was fastest.
+If solving raises, the plan stays. An initial dense plan also stays, because it has no error and was the fastest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ job (assumed).
 """
 
 ROUNDING = 1e-5
-"""Errors below this are rounding."""
+"""Relative plan errors below this are treated as rounding."""
 
 MEETING = 25
 """Steps between broadcasts of rank 0's answer. Solving takes about 50 steps."""
@@ -57,7 +57,7 @@ _TOPIC = "following the gradients"
 
 
 def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Cluster) -> str:
-    """Return the reason to choose the plan again with the errors `now`; empty without one."""
+    """Return the reason why the errors `now` require solving again; empty if nothing has changed."""
     if not before.is_measured:
         return "errors are measured now"
     was, becomes = plan_error(plan, cluster, before), plan_error(plan, cluster, now)
@@ -66,7 +66,7 @@ def what_changed(before: ErrorTable, now: ErrorTable, plan: Plan, cluster: Clust
 
 
 class Adaptation:
-    """Every rank calls `act` after each step outside of warm-up and races."""
+    """Adaptation of the plan in force. Every rank calls `act` after each step outside of warm-up and races."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Adaptation:
                 return shared
 
     def _solve(self) -> Generator[dict[str, Any] | None]:
-        """Choose strategies again by the current errors. Yield None between parts of the work, then the answer."""
+        """Choose strategies again by the current errors. Yield None after each part of the work, then the answer."""
         force, cluster, terms = self._force, self._site.cluster, self._terms.by(self._errors.table)
         workload, before = force.decision.workload, force.plan
         limit = terms.limit(workload, cluster)

@@ -3,7 +3,7 @@
     look at one family of compressors ─► average ─► `table`, the same on every rank
     next look, at another family: after max(20, ⌈time of look / (0.007 · step time)⌉) steps
 
-The number of steps between looks keeps their time, on the slowest rank, below LOOKS_SHARE of the job's time. The first
+These waits keep the time of looks, on the slowest rank, below LOOKS_SHARE of the job's time. The first
 looks, one per family, are FIRST steps apart; a longer wait follows. Every rank calls the methods at the same steps.
 """
 
@@ -25,13 +25,13 @@ LOOKS, LOOKS_SHARE = 20, 0.007
 """Minimum number of steps between looks, and maximum fraction of a job's time for looks."""
 
 AT_ONCE, FIRST = 20.0, 2
-"""Maximum time of the first looks, in step times, and the number of steps between them."""
+"""Time of the first looks after which a long wait follows, in step times; number of steps between first looks."""
 
 
 def steps_after_look(unpaid_us: float, step_us: float, *, more_come_first: bool) -> tuple[int, float]:
-    """Return the steps to the next look, and the time of looks for which a later wait must make up.
+    """Return the number of steps to the next look, and the new `unpaid_us`.
 
-    `unpaid_us` is the time of looks since the last such wait, `step_us` a step's time without a look (0: unknown).
+    `unpaid_us` is the time of looks that no wait has made up for, `step_us` a step's time without a look (0: unknown).
     `more_come_first`: some families have not been measured.
     """
     if more_come_first and unpaid_us < AT_ONCE * step_us:
@@ -102,7 +102,7 @@ class ErrorLooks(Observer):
         return wait
 
     def _be_refused(self, look: ErrorLook) -> int:
-        """Return the steps to the next attempt. The number varies, because every n-th batch may be unlike the first."""
+        """Return a varying number of steps to the next attempt, because every n-th batch may be unlike the first."""
         self._refusals += 1
         if look.some_lack_room and not self._has_noted:
             self._has_noted = True
@@ -113,7 +113,7 @@ class ErrorLooks(Observer):
         return 1 + LOOKS + self._refusals % LOOKS
 
     def _slowest(self, look: ErrorLook) -> float:
-        """Return the look's time on the slowest rank, and update the step time of the fastest."""
+        """Return the look's time on the slowest rank, in µs. Update the fastest rank's step time."""
         mine = [look.took_us(), 1e3 * self._times.median_ms if self._times.step_ms else 0.0]
         everyone = self._site.gather_numbers("the time of a look", mine)
         self._step_us = min(step for _, step in everyone) or self._step_us

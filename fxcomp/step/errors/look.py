@@ -6,7 +6,8 @@
 Parameters are bitwise the same with and without the measurement.
 
 Residuals are added in the unit of the rank's gradient. If hosts sum before compression, a rank adds its shard of the
-host's residual; sums over ranks are then right, but a rank's squares are not. Residuals of a dropped plan are excluded.
+host's residual. Sums over ranks are then right, but sums of squares on one rank are not. Residuals of a dropped plan
+are excluded.
 
 Memory: all gradients at once, and a copy of the residuals.
 """
@@ -38,17 +39,18 @@ DRAWN_BYTES = 4 * 2 * 64 * 512
 """Bytes of 64 runs of 512 elements, sampled from one gradient, and of their concatenation."""
 
 LAG = 0.8
-"""error of powersgd = (error of the best matrix of equal matrix rank) ** LAG, because one subspace iteration per step
-follows changing gradients late. Fitted to small tasks with four workers, within 6 % (docs/benchmarks/error_tables.md).
+"""error of powersgd = (error of the best matrix of the same matrix rank) ** LAG. One subspace iteration per step
+follows changing gradients late, so powersgd is worse. Fitted to small tasks with four workers, within 6 %
+(docs/benchmarks/error_tables.md).
 """
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 class ErrorLook:
-    """Measurement in one step, on every rank. `number` is its index, and seeds sampling.
+    """Measurement in one step, on every rank. `number` is the look's index, and seeds sampling.
 
-    Ranks measure if `wants` is set, and memory suffices, on all of them.
+    Ranks measure only if `wants` is set and memory suffices on every rank.
     """
 
     def __init__(

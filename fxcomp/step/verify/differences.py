@@ -22,16 +22,19 @@ HALF = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Tolerances for values rounded to 11 and 8 bits between operators (assumed)."""
 
 FLOOR = 1e-2
-"""Absolute tolerance of gradients / (relative tolerance · largest gradient). Some gradients are only rounding."""
+"""Absolute tolerance of a gradient, as a fraction of the largest gradient's tolerance.
+
+Some gradients consist only of rounding errors.
+"""
 
 ROUNDINGS = 16
 """Maximum difference from reordered operators, in multiples of eager's own rounding error (assumed)."""
 
 UPDATE = 1e-4
-"""Tolerance of an update relative to its largest change: a few float32 operators on equal inputs."""
+"""Tolerance of an update relative to its largest change: rounding of a few float32 operators on equal inputs."""
 
 UPDATE_ROUNDINGS = 4
-"""Maximum difference of 16-bit updates, in units in the last place: fused operators round less often."""
+"""Maximum difference of 16-bit updates, in units in the last place, because fused operators round less often."""
 
 
 def tolerance_of(captured: Captured) -> float:
@@ -47,7 +50,7 @@ def tolerance_of(captured: Captured) -> float:
 
 
 def difference(value: Tensor, expected: Tensor, relative: float, absolute: float = 0.0) -> float | None:
-    """Return the largest difference, or None if within tolerance. Non-finite values must have equal positions."""
+    """Return the largest difference; None if it is within tolerance. Non-finite values must have equal positions."""
     if value.shape != expected.shape or value.dtype is not expected.dtype:
         return float("inf")
     if torch.equal(value, expected):
@@ -66,7 +69,7 @@ def difference(value: Tensor, expected: Tensor, relative: float, absolute: float
 
 
 def moved_otherwise(before: Tensor, after: Tensor, expected: Tensor) -> tuple[float, float] | None:
-    """Return the largest difference of two updates and the largest change; None if within tolerance.
+    """Return the largest difference of two updates and the largest change; None if the difference is within tolerance.
 
     Tolerances are relative to the change, because a wrong learning rate changes a parameter only slightly.
     """
@@ -101,7 +104,7 @@ class Differences:
         self.first = self.first or what
 
     def check_loss(self, loss: Tensor, expected: Tensor) -> None:
-        """Compare losses; a difference replaces an earlier one."""
+        """Compare losses. A difference replaces earlier differences."""
         if self._off(loss, expected) is not None:
             self.first = f"the loss is {loss.item():.9g}, eager's is {expected.item():.9g}"
 
@@ -110,8 +113,8 @@ class Differences:
     ) -> None:
         """Compare a local gradient, or its part from element `start` on.
 
-        A gradient is a suspect if the difference is above its tolerance, but not above the largest gradient's. This may
-        be rounding, because the terms of a gradient may be larger than their sum.
+        A gradient is a suspect if the difference is above its own tolerance, but below the tolerance of the largest
+        gradient. Rounding may be the cause, because the terms of a gradient may be larger than their sum.
         """
         part, noise = expected, FLOOR * self.relative * largest_of_all
         if gradient.numel() < expected.numel():
@@ -129,7 +132,7 @@ class Differences:
             self.suspects[name] = max((off, said), self.suspects.get(name, (0.0, "")))
 
     def judge_suspects(self, rounding: Mapping[str, float]) -> dict[str, float]:
-        """Note suspects whose difference exceeds ROUNDINGS times `rounding`. Return the tolerances."""
+        """Note suspects whose difference exceeds ROUNDINGS times their error in `rounding`. Return these tolerances."""
         allowed = {name: ROUNDINGS * rounding.get(name, 0.0) for name in self.suspects}
         for name, (off, said) in self.suspects.items():
             if not off <= allowed[name]:

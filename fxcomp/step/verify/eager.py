@@ -41,11 +41,11 @@ class EagerResult:
 
 
 def run_eagerly(training: Training, captured: Captured, batch: Any, seed: Tensor | None = None) -> EagerResult:
-    """Run the loss function twice, and restore everything that it writes.
+    """Run the loss function twice, and restore everything that the loss function writes.
 
     The first run, on the user's tensors, gives the loss and the auxiliary values. The second, on aliases of the
     parameters without hooks, gives the gradients; `backward()` starts from `seed`, or 1. Raises CaptureFailed if the
-    backward graphs differ, because the loss function compares the identity of parameters.
+    backward graphs differ: then the loss function compares the identity of parameters.
     """
     with _undisturbed(training, captured, {}), _same_hooks(training.model):
         loss, weighted, aux = _forward(training, captured, batch)
@@ -98,7 +98,7 @@ def _gradients(
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares memory, with its own `.grad` and no hooks."""
+    """Return an alias of a tensor, with its own `.grad` and no hooks."""
     alias = tensor.detach()
     return nn.Parameter(alias) if isinstance(tensor, nn.Parameter) else alias.requires_grad_()
 
@@ -125,7 +125,7 @@ def rounding_of(training: Training, captured: Captured, batch: Any, seed: Tensor
 
 @contextmanager
 def _undisturbed(training: Training, captured: Captured, buffers: dict[str, Tensor]) -> Generator[None]:
-    """Restore everything that eager PyTorch writes. `buffers` receives the new buffers."""
+    """Restore everything that eager PyTorch writes. `buffers` receives the buffers after the forward pass."""
     parameters = dict(training.model.named_parameters())
     with (
         torch.inference_mode(False),
@@ -205,7 +205,7 @@ def _same_random_numbers(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _same_buffers(model: nn.Module, after: dict[str, Tensor], written: Iterable[Tensor]) -> Generator[None]:
-    """Restore buffers, and parameters that the forward pass writes. `after` receives the new buffers."""
+    """Restore buffers, and parameters that the forward pass writes. `after` receives the resulting buffers."""
     tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
     # Not by tensor versions: batch norm writes running statistics without raising versions.
     before = [(buffer, buffer.data, buffer.detach().clone()) for buffer in (*model.buffers(), *written)]

@@ -34,7 +34,7 @@ class Replicas:
 
     @property
     def flags(self) -> list[bool]:
-        """Bits of the checksum, then their complements. A bit differs if ranks set it and others its complement."""
+        """Bits of the checksum, then their complements. Checksums differ if ranks set both a bit and its complement."""
         names = "".join(self._tensors).encode()
         digest = zlib.crc32(np.asarray(self._sums, dtype=np.int64).tobytes(), zlib.crc32(names))
         bits = [bool(digest >> place & 1) for place in range(BITS)]

@@ -42,7 +42,7 @@ from fxcomp.step.verify.eager import largest
 COLUMNS = 128
 
 ROUNDING = 1e-5
-"""Relative tolerance of a weighted sum of float32 gradients (independent roundings); `HALF` for 16-bit gradients."""
+"""Relative tolerance of a weighted sum of float32 gradients with independent roundings; `HALF` for 16-bit ones."""
 
 
 class Means:
@@ -148,7 +148,7 @@ class UpdateCheck:
         self.updated = 0
 
     def rule(self, _: str, run: Rule) -> Rule:
-        """Wrap an emitted optimizer function to check its updates. A function without a gradient argument stays."""
+        """Wrap an emitted optimizer function to check its updates, unless the function has no gradient argument."""
         names = run.__code__.co_varnames[: run.__code__.co_argcount]
         if {"parameters", "gradients"} <= set(names):
             return self._rule_by_lists(names, run)
@@ -276,7 +276,7 @@ class UpdateCheck:
     def _moved_update(
         self, moved: MovedState, owner: Owned, given: Mapping[str, Tensor], shared: Tensor
     ) -> dict[str, Any]:
-        """Return the parameter, with key "", and its state after an update with the average `shared`.
+        """Return the parameter, with key "", and its state after an update with the average payload `shared`.
 
         Computed in double precision, because squares of a gradient can far exceed the frozen second moment.
         """

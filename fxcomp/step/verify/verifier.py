@@ -96,10 +96,7 @@ class Verifier(Observer):
 
 
 def needed_bytes(training: Training, batch: Any) -> int:
-    """Return the bytes held while the compiled step runs, after the eager pass.
-
-    One set of gradients, buffers twice, the batch, and the largest parameter with its state.
-    """
+    """Return the bytes held during a verified step: gradients, buffers twice, the batch, and STATES_AT_ONCE states."""
     gradients = [owner.parameter.nbytes for owner in training.owned]
     largest_fp32 = max(max(owner.parameter.nbytes, 4 * owner.parameter.numel()) for owner in training.owned)
     buffers = sum(buffer.nbytes for buffer in training.model.buffers())
@@ -167,7 +164,7 @@ class Verification:
         return anywhere(self._training, self._runtime, bool(self._differences.first))[0]
 
     def _completed(self, eager: EagerResult | None) -> EagerResult | None:
-        """Add the gradients of the group's other micro-batches to eager's; None without memory. Every rank calls it."""
+        """Add gradients of the group's other micro-batches to `eager`; None if memory is short. Every rank calls it."""
         sums, share = self._verifier.sums, None
         if self._program.captured.is_weighted:
             share = sums.share(eager and eager.count, self._sum_over_ranks, self._ranks)
@@ -222,7 +219,7 @@ class Verification:
             self._updates.means.average(self._program.captured.gradient_names, self._runtime, self._ranks)
 
     def _with_undelivered(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Add the residuals of an earlier plan to eager's gradients, as the step does on a single rank."""
+        """Add the residuals of a dropped plan to eager's gradients, as the step does on a single rank."""
         owed = self._runtime.gradients.owed
         waited = {name: owed[name] for name in gradients if name in owed}
         return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
