@@ -51,12 +51,12 @@ RACE = """
 ## The race
 
 In the running job, these plans (*runners*) take turns on all ranks. The first turn of each runner has {heat} steps.
-Later turns have {turn} steps: one turn for each of the best {first} runners, then turns for the best {later}. A runner
-drops out when its median step exceeds the best median by more than {out:.0f} standard errors of the difference. A
-runner predicted to take more than {far:.0f} times as long as the best does not run. The race ends when one runner is
-left, when the rest have {counted} counted steps, or after {longest} steps. The first step of a turn, which allocates memory,
-and verified steps are not counted. A runner with few counted steps is compared by its shortest step, because other load
-only lengthens steps.
+Later turns have {turn} steps: one turn for each of the best {first} runners, then turns for the best {later}. A
+runner drops out when its median step exceeds the best median by more than {out:.0f} standard errors of the
+difference. A runner predicted to take more than {far:.0f} times as long as the best does not run. The race ends when
+one runner is left, when the rest have {counted} counted steps, or after {longest} steps. The first step of a turn,
+which allocates memory, and verified steps are not counted. A runner with few counted steps is compared by its
+shortest step, because other load only lengthens steps.
 
 Suppose that compressors take {dearer:.0f} times as long on this machine as in the table of prices:
 
