@@ -103,8 +103,7 @@ strategy. `{mode}` offers only dense and bf16 for vectors.
 """
 
 ALTERNATIVES_END = """
-Of two plans with the same predicted step, the one with the
-smaller error wins.
+Of two plans with the same predicted step, the plan with the smaller error wins.
 """
 
 BUDGET_WORDS = """

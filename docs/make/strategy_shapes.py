@@ -50,8 +50,8 @@ CHAPTERS = (
         "Host by host",
         "Links inside a host are fast; the uplink between hosts is slow and shared. So the ranks of a host sum their"
         " gradients first. Each rank then has a shard of the host's sum, and exchanges it with the ranks at the same"
-        " place in the other hosts. The uplink carries the bucket once per host. With racks, the sum goes on inside"
-        " racks (`reduce_scatter@rack`), and the exchange between racks (`@racks`) can be compressed.",
+        " place in the other hosts. The uplink carries the bucket once per host. With racks, ranks next sum inside"
+        " their rack (`reduce_scatter@rack`), and the exchange between racks (`@racks`) can be compressed.",
         (
             Shape(
                 "Dense",
