@@ -35,13 +35,13 @@ HOOK_STEPS = 10
 ROUNDING = 1e-6
 RESULTS = ("identical", "rounded", "compressed", "refused", "wrong", "foreign", "hung", "untried")
 MEANINGS = {
-    "identical": "every bit is eager's",
-    "rounded": "equal to 1e-6 of the largest element, where the library computes otherwise while it is traced",
-    "compressed": "ranks are equal to the bit under a compressed plan",
-    "refused": "an error of fxcomp's says what stands in the way",
+    "identical": "every bit equals eager PyTorch's",
+    "rounded": "tensors are within 1e-6 of their largest element; the library computes differently while it is traced",
+    "compressed": "under a compressed plan, all ranks are bit-identical",
+    "refused": "fxcomp raises an error that names the obstacle",
     "wrong": "some number differs",
-    "foreign": "an exception that is not fxcomp's",
-    "hung": "not finished in time",
+    "foreign": "an exception of another library",
+    "hung": "the benchmark's time limit has passed",
     "untried": "eager PyTorch does not train it as it was configured here",
 }
 

@@ -36,36 +36,37 @@ GATE = """
 
 Costs have errors: here links {links}, compute {compute} and compressors {compressors} (standard deviations; the last
 two are assumed). So the step is simulated in {draws} *draws*. Each draw multiplies these costs by random factors, the
-same for every plan, so common errors cancel. A plan *wins* a draw if its step is at least {gain} shorter than dense.
+same for all plans, so common errors cancel. A plan *wins* a draw if its step is at least {gain} shorter than dense.
 
 """
 
 GATE_END = """
-A plan that wins {trying} of the draws may race; dense and bf16 always may. The plan predicted best is followed if it
-wins {following}, otherwise dense, until the race is over, or for good without a race (`Checks(race="off")`, and
-`fxcomp explain`, which only predicts).
+A plan that wins at least {trying} of the draws may race; dense and bf16 always may. Until the race is over, the job
+follows the plan predicted best if it wins {following}, and otherwise the dense plan. Without a race
+(`Checks(race="off")`, or `fxcomp explain`, which only predicts) this choice is final.
 
 """
 
 RACE = """
 ## The race
 
-In the running job, these plans (*runners*) take turns on all ranks: first {heat} steps each, then {turn} steps for each
-runner that may still win, at most {first} and then {later}. A runner drops out when its median is longer than the best
-by more than {out:.0f} standard errors of the difference. One that is predicted to take more than {far:.0f} times as
-long as the best does not run. The race ends when one is left, when the rest have {counted} counted steps, or after
-{longest} steps. The first step of a turn, which allocates, and verified steps do not count. A runner with few counted
-steps is judged by its shortest one, because a disturbed machine only lengthens steps.
+In the running job, these plans (*runners*) take turns on all ranks. The first turn of each runner has {heat} steps.
+Later turns have {turn} steps: one turn for each of the best {first} runners, then turns for the best {later}. A
+runner drops out when its median step exceeds the best median by more than {out:.0f} standard errors of the
+difference. A runner predicted to take more than {far:.0f} times as long as the best does not run. The race ends when
+one runner is left, when the rest have {counted} counted steps, or after {longest} steps. The first step of a turn,
+which allocates memory, and verified steps are not counted. A runner with few counted steps is compared by its
+shortest step, because other load only lengthens steps.
 
-Suppose that compressors take {dearer:.0f} times as long on this machine as in the table:
+Suppose that compressors take {dearer:.0f} times as long on this machine as in the table of prices:
 
 """
 
 RACE_END = """
 {sentence}
 
-The cost of a race is the extra time of the losers' steps. `step.explain()` shows the race of your own job. When steps
-drift, plans race again.
+The cost of a race is the extra time of the losers' steps. `step.explain()` shows the race of your own job. When the
+step time drifts, plans race again.
 """
 
 

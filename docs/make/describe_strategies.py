@@ -38,10 +38,10 @@ compressors. All ranks get the same bits.
 """
 
 STEPS = {
-    "compress(int4)@gpu": "makes a payload of the local values, by any [compressor](compressors.md)",
-    "decompress@gpu": "restores values. Payloads of several ranks for the same values become their mean",
-    "propose(powersgd(4))@gpu": "makes a proposal, which the next all_reduce sums: the ranks agree, for example, on a"
-    " basis",
+    "compress(int4)@gpu": "makes a payload of the local values, with any [compressor](compressors.md)",
+    "decompress@gpu": "restores values from payloads. Several ranks' payloads of the same values become their mean",
+    "propose(powersgd(4))@gpu": "makes this rank's proposal, for example of a basis. The next all_reduce sums the"
+    " proposals, so all ranks agree",
     "all_reduce@world": "sums the values; every rank gets the sum",
     "reduce_scatter@world": "cuts the bucket into shards; every rank gets the sum of its shard",
     "reduce@world": "sums the values; the first rank gets the sum",
@@ -53,10 +53,10 @@ STEPS = {
 """One of each kind, and what it does."""
 
 LEVELS = """
-compress and decompress name a device: `@gpu` computes the gradients, `@cpu` is the host's processor, which works in
-parallel; values are copied there and back. Without a GPU, these are the main thread and a thread pool: reports print
-`@main` and `@pool`, saved plans `@gpu` and `@cpu`. Both spellings are accepted. A collective names its level: the ranks
-that take part. The dense values of a bucket travel in the type of its gradients.
+compress and decompress name a device: `@gpu` is the device that computes the gradients, `@cpu` the host's processor,
+which works in parallel on copies. Without a GPU, `@gpu` is the main thread and `@cpu` a thread pool, and reports print
+`@main` and `@pool`. Both spellings are accepted. A collective names its level: the ranks that take part. Dense values
+are sent in the type of the gradients.
 
 | level | ranks that meet | on 2 racks of 2 hosts of 2 ranks |
 |---|---|---|
@@ -66,13 +66,13 @@ LEVEL_WORDS = {
     Level.WORLD: "all",
     Level.INTRA: "the ranks of a host",
     Level.INTER: "the ranks with the same place in their hosts",
-    Level.RACK: "of these, the ranks in one rack",
+    Level.RACK: "the ranks of one rack with the same place in their hosts",
     Level.RACKS: "the ranks with the same place in their racks",
 }
 
 CUTS = """
-Steps that cut the bucket are undone in reverse order once the sum is complete: reduce_scatter and all_to_all by
-all_gather, reduce and gather by broadcast. Shards are as equal as possible, without padding, and never cut a
+Once the sum is complete, later steps undo earlier ones in reverse order: all_gather undoes reduce_scatter and
+all_to_all, broadcast undoes reduce and gather. Shards are as equal as possible, without padding, and never cut a
 compressor's block.
 
 A strategy that ends with `shards` leaves each rank its own shard of the mean:
@@ -82,7 +82,7 @@ padding, as `fully_shard` does.
 
 ## Rules
 
-A strategy that breaks a rule is refused. The error names the step, the values before it, and the steps that would fit:
+A strategy that breaks a rule is refused with an error such as:
 
 """
 
@@ -103,18 +103,18 @@ READING = """
 ## Reading the pictures
 
 Unless a picture shows otherwise, ranks a and b share one host, c and d another. A column is a rank. A line shows the
-values of each rank after a step: whose gradients, and a bar for the part of the bucket.
+values of each rank after a step: the ranks whose gradients they contain, and a bar for the part of the bucket.
 
     ab   ██··     the sum of a's and b's gradients, for the first half of the bucket
     a,b  ▒▒▒▒     separate payloads of a and b for the whole bucket: decompressing takes their mean
     abcd ▒▒▒▒     a payload of the sum of all four
 
-*rank* and *uplink* are the bytes that the busiest rank sends, and that the busiest host sends to other hosts, as shares
-of the bucket's dense bytes. all_reduce is a ring ({ring:.2f} dense); others send directly, as over gloo. *Latencies*
-count rounds of dependent messages: one for a direct collective, 2(p - 1) for a ring of p ranks. *Error* is
-|applied - mean|² / |mean|² for independent Gaussian gradients without error feedback. With error feedback, each
-compression has a *slot* with a residual. The residuals of all ranks, times their *weights*, sum to the part that the
-mean still lacks.
+*rank* is the number of bytes that the busiest rank sends, and *uplink* the number that the busiest host sends to other
+hosts, both divided by the bucket's dense bytes. all_reduce is a ring ({ring:.2f} dense); other collectives send
+directly, as over gloo. *Latencies* count rounds of dependent messages: one for a direct collective, 2(p - 1) for a ring
+of p ranks. *Error* is |applied - mean|² / |mean|² for independent Gaussian gradients, without error feedback.
+With error feedback, each compression has a *slot* with a residual. The residuals of all ranks, times their *weights*,
+sum to the difference between the exact and the applied mean.
 
 Numbers are for a bucket of {elements:,} values.
 """
@@ -122,11 +122,11 @@ Numbers are for a bucket of {elements:,} values.
 MODES = """
 ## Strategies of each mode
 
-Every mode offers dense buckets, flat or by level, and the compressors below, in one shot or (for three ranks or more)
-in two, on either device. *Vectors* are buckets of biases and norms, *both* are buckets that mix them with matrices.
-With `steps=`, `aggressive` also offers [momenta](where_the_mean_stands.md).
+Every mode offers dense buckets, flat or by level, and the compressors below on either device. Strategies with a second
+shot need three ranks or more. *Vectors* are buckets of biases and norms, *both* are buckets that mix them with
+matrices. With `steps=`, `aggressive` also offers [momenta](where_the_mean_stands.md).
 
-| mode | first | second shot | for | why |
+| mode | first shot | second shot | for | why |
 |---|---|---|---|---|
 """
 
@@ -161,7 +161,7 @@ def _levels() -> str:
 def _errors() -> str:
     refusals = [(text, _refusal(text)) for text in BROKEN]
     whole = "\n".join(f"    {line}" for line in refusals[0][1].splitlines())
-    rows = [f"| `{text}` | {problem_of(error)} |\n" for text, error in refusals]
+    rows = [f"| `{text}` | {problem_of(error)} |\n" for text, error in refusals[1:]]
     return f"{whole}\n\n| strategy | why it is refused |\n|---|---|\n{''.join(rows)}"
 
 
@@ -186,7 +186,7 @@ def _modes() -> list[str]:
         fresh = [entry for entry in entries if entry not in known]
         known.update(fresh)
         if len(fresh) < len(entries):
-            buckets = "all" if mode is Mode.LOSSY else "as there"
+            buckets = "all" if mode is Mode.LOSSY else "as in `balanced`"
             rows.append(f"| `{mode.value}` | the entries of `balanced` | | {buckets} | |\n")
         if not entries:
             exact = "`exact_bf16`, `exact_fp16` | none, in three ranks or more | casts of 16 bits | half, no error"

@@ -59,21 +59,21 @@ class Entry:
 
 # By increasing error, because the first entry wins a tie.
 _BALANCED = (
-    Entry("bf16", None, "half the bytes at no visible error; the network adds it up", vectors=True, mixed=True),
-    Entry("int8", None, "a quarter: the fewest bytes that need no error feedback", mixed=True),
-    Entry("int8", "int8", "a quarter on any number of ranks", mixed=True),
-    Entry("int4", None, "an eighth: the fewest bytes that follow the dense loss"),
-    Entry("int4", "int8", "between int4 twice and int8 twice, at the error of one int4"),
-    Entry("int4", "int4", "an eighth on any number of ranks; follows the dense loss with both residuals"),
+    Entry("bf16", None, "half the bytes at no visible error; the network sums it", vectors=True, mixed=True),
+    Entry("int8", None, "a quarter of the bytes, the fewest without error feedback", mixed=True),
+    Entry("int8", "int8", "a quarter of the bytes on any number of ranks", mixed=True),
+    Entry("int4", None, "an eighth of the bytes, the fewest that follow the dense loss"),
+    Entry("int4", "int8", "bytes between int4 twice and int8 twice, at the error of one int4"),
+    Entry("int4", "int4", "an eighth of the bytes on any number of ranks; follows the dense loss with two residuals"),
 )
 _LOSSY = (
     Entry("powersgd(4)", None, "summed by the network, so bytes do not grow with ranks; cheap where matrices are wide"),
     Entry("powersgd(2)", None, "the fewest bytes of all for large matrices"),
-    Entry("sign", None, "a bit a value, by the cheapest kernel below int4"),
+    Entry("sign", None, "a bit a value, by the fastest kernel with fewer bits than int4"),
     Entry("sign", "int4", "fewer bytes than int4 twice on any number of ranks; sign twice converges much worse"),
-    Entry("topk(0.01)", None, "one in a hundred: the fewest bytes on few ranks"),
-    Entry("topk(0.01)", "int4", "does not grow with ranks: fewer bytes than top-k alone from 24 ranks on"),
-    Entry("sidco(0.01)", None, "the values of topk: faster on matrices, in twice the bytes"),
+    Entry("topk(0.01)", None, "one value in a hundred: the fewest bytes on few ranks"),
+    Entry("topk(0.01)", "int4", "bytes do not grow with ranks: fewer than top-k alone from 24 ranks on"),
+    Entry("sidco(0.01)", None, "about the values of topk, found faster in matrices, in twice the bytes"),
 )
 ENTRIES: dict[Mode, tuple[Entry, ...]] = {
     Mode.LOSSLESS: (),
@@ -90,8 +90,8 @@ def _compressors(entries: Iterable[Entry]) -> tuple[Compressor, ...]:
 
 
 AT_MOMENTA = (
-    Entry("cmax(8)", "cmax(8)", "a sixtieth, once the second moment is frozen"),
-    Entry("cmax(8)", None, "the same between two ranks"),
+    Entry("cmax(8)", "cmax(8)", "a sixtieth of the bytes, after the second moment is frozen"),
+    Entry("cmax(8)", None, "the same for two ranks"),
 )
 """Candidates for matrices if momenta are exchanged (measured, docs/where_the_mean_stands.md)."""
 
