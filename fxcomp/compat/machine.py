@@ -49,6 +49,8 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file under the new name
         os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is readable by its owner only
         os.replace(temporary, path)
     except BaseException:

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from fxcomp import compat
 from fxcomp.compressors import Compressor, PowerSGD, Sidco, TopK, parse_compressor
 from fxcomp.compressors.gaussian_error import gaussian_error
 from fxcomp.compressors.topk import counts
@@ -121,7 +122,7 @@ class ErrorTable:
     def save(self, path: str | Path) -> None:
         """Write the table for the option `--errors` of `fxcomp explain`."""
         data = {"version": VERSION, "rows": {name: asdict(row) for name, row in self.rows.items()}}
-        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        compat.write_atomically(Path(path), json.dumps(data, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> ErrorTable:

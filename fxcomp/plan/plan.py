@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster, Level
 from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.plan.interpret import Standing
@@ -315,7 +316,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
