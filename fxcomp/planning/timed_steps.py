@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
@@ -194,32 +194,40 @@ class StepMeasurement:
 
 
 def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
-    """Return the measurement of finished steps of one program that ran in the same way."""
+    """Return the measurement of finished steps of one program that ran in the same way.
+
+    Sums are taken per step, because the sum of medians is less than the median of sums.
+    """
     program = steps[0].program
     nodes = {call: node for node, call, _ in timed_lines(cut(program.graph))}
     found: dict[Call, list[float]] = {}
+    readings: list[dict[str, float]] = []
+    """Total time of each method and of all regions, by step."""
     for step in steps:
         reading = step.reading()
         assert reading is not None, "a device that was waited for knows its times"
+        readings.append(dict.fromkeys((*METHODS, "regions"), 0.0))
         for call, (start, end) in reading.main.items():
             found.setdefault(call, []).append(end - start)
+            readings[-1][call[0] if call in nodes else "regions"] += end - start
     totals = [step.us or 0.0 for step in steps]
+    between = [us - sum(reading.values()) for us, reading in zip(totals, readings, strict=True)]
     step_us = statistics.median(totals)
+    pack_us, regions_us = (_median_of(readings, name) for name in ("pack", "regions"))
     packs = {nodes[call]: us for call, us in found.items() if call[0] == "pack"}
     starts = [us for call, us in found.items() if call[0] == "launch" and not _is_broadcast(nodes[call])]
     region_us = {call[0]: statistics.median(us) for call, us in found.items() if call not in nodes}
-    pack_us = _sum_of_medians(packs.values())
-    told_us = _sum_of_medians(found.values())
+    alone_us = sum(region_us.values()) or 1.0
     works_later = compat.works_later(program.captured.device)
     return StepMeasurement(
         step_us=step_us,
         spread=(max(totals) - min(totals)) / step_us,
-        region_us=region_us,
+        region_us={name: us / alone_us * regions_us for name, us in region_us.items()},
         pack_us=pack_us,
         launch_us=statistics.median(chain.from_iterable(starts)) if starts else None,
         pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if packs else None,
-        wait_us=_sum_of_medians(us for call, us in found.items() if call[0] == "wait"),
-        between_us=statistics.median(s.handed_us for s in steps) if works_later else max(0.0, step_us - told_us),
+        wait_us=_median_of(readings, "wait"),
+        between_us=statistics.median([step.handed_us for step in steps] if works_later else between),
     )
 
 
@@ -228,8 +236,8 @@ def _is_broadcast(launch: Node) -> bool:
     return is_collective(launch) and collective_kind(launch) is CollectiveKind.BROADCAST
 
 
-def _sum_of_medians(times: Iterable[Sequence[float]]) -> float:
-    return sum(map(statistics.median, times))
+def _median_of(readings: Sequence[Mapping[str, float]], name: str) -> float:
+    return statistics.median(reading[name] for reading in readings)
 
 
 # Costs

@@ -189,6 +189,33 @@ def test_packing_and_starts_are_summed_up_but_for_broadcasts(monkeypatch: pytest
     assert measurement([step]).between_us == 80.0, "a device hides what the host takes to hand a step out"
 
 
+class Scattered(Told):
+    """A step in which one wait takes `late` us longer, which its total includes; 30 us are the host's."""
+
+    def __init__(self, program: Program, number: int, late: float) -> None:
+        super().__init__(program, -1)
+        self.told["wait", number] += late
+
+    @property
+    def us(self) -> float:
+        return 30.0 + sum(self.told.values())
+
+
+def test_sums_are_taken_per_step():
+    """The sum of medians would give 500 us for each wait, and count the late ones as the host's."""
+    program = dense_program(captured_step("conv"))
+    steps = [Scattered(program, number, 200.0 + number) for number in range(2)]
+    steps.append(Scattered(program, 0, 202.0))
+    found = measurement(steps)
+    waits = sum(call[0] == "wait" for call in steps[0].told)
+    assert waits >= 2
+    assert found.between_us == pytest.approx(30.0)
+    assert found.wait_us == pytest.approx(500.0 * waits + 201.0)
+    assert found.step_us == pytest.approx(
+        30.0 + 100.0 + steps[0].sum_of("pack") + steps[0].sum_of("launch") + found.wait_us
+    )
+
+
 def run_once(name: str, way: Way, transport: Transport | None = None) -> tuple[list[torch.Tensor], TimedStep]:
     """Train one step in a way; return the loss, parameters, buffers and optimizer state, and the step."""
     job = JOBS[name]
