@@ -74,7 +74,10 @@ _CASTS = {
     aten.div_.Tensor: aten.div.Tensor, aten.div_.Scalar: aten.div.Scalar,
     aten.logit_.default: aten.logit.default,
 }  # fmt: skip
-"""In-place operators whose fakes do not check the result type, with operators whose fakes return this type."""
+"""In-place operators whose fakes accept results that cannot be cast to the written tensor, with other operators.
+
+The fakes of the other operators compute the type of the result.
+"""
 
 MAKER = "fxcomp_maker"
 """Name of the attribute in which a fake stores its operator."""

@@ -1,7 +1,8 @@
 """Compile regions with Inductor once for all plans; programs of one captured step share equal regions.
 
-Plans that race split the same captured graph into regions. A region's key has its operators and arguments, types,
-sizes, strides and aliasing of its inputs, and its constant tensors, but no node names, so equal layers share code.
+Plans that race split the same captured graph into regions. A region's key holds its operators with their arguments,
+its constant tensors, and the type, sizes, strides and aliasing of each input. It holds no node names, so equal layers
+share code.
 
 On one machine, the first process compiles a region for a device; the others wait and load it from Inductor's cache.
 """

@@ -5,8 +5,8 @@
     %sqrt      update  f32[4]  sqrt(%addcmul_)                              magnitude
     %addcdiv_  update  f32[4]  addcdiv_(%weight, %exp_avg, %sqrt)           divides by the root of a second moment
 
-Each value is neutral (independent of the gradient), linear in it, a magnitude (even in it, as a square or a norm), or
-bent (any other function). The result of an operator without a rule is bent if an input is linear or bent.
+Each value is neutral (independent of the gradient), linear in it, a magnitude (an even function of it,
+such as a square or a norm), or bent (any other function). The result of an operator without a rule is bent if an input is linear or bent.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class UpdateReading:
         return [self._at(each) for each in written if isinstance(each, Node)]
 
     def _memory_of_result(self, node: Node) -> Node:
-        """Return the memory that an operator writes or views, else the node itself."""
+        """Return the node whose memory the operator writes or views, else the node itself."""
         if written := self._written(node):
             return written[0]
         is_view = compat.is_operator(node.target) and compat.is_view(node.target)

@@ -136,6 +136,6 @@ def uniform(low, high, counter):
 
 
 def raise_step(state: Tensor | None) -> None:
-    """Advance all streams by one step, after the launch that drew from them."""
+    """Increment the step of all random streams, after the launch that used their bits."""
     if state is not None:
         state.view(-1, STATE_ELEMENTS)[:, 1].add_(1)

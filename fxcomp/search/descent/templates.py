@@ -158,7 +158,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
 
 
 class _Price(float):
-    """Dummy price that lists the cost table's methods called for it, with their arguments (questions)."""
+    """Dummy price of 1. `asked` has the calls of the cost table, each a question and a size, whose times add up to it."""
 
     asked: tuple[tuple[PriceQuestion, Size], ...]
 
