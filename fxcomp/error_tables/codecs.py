@@ -93,9 +93,9 @@ class Drawn:
         drawn    = 64 runs, each with the probability |run|² / |v|²
         error    = mean over the drawn runs of |run - decoded|² / |run|²
 
-    The expected value is |v - decoded|² / |v|², for any distribution. Runs are
-    sorted by max(run²) / |run|², which determines a quantiser's error, and are drawn at equal steps of cumulative
-    squares, so the standard error is below the standard error of independent draws. A gradient of at most 64 runs is measured whole.
+    The expected value is |v - decoded|² / |v|², for any distribution. Runs are sorted by max(run²) / |run|²,
+    which determines a quantiser's error, and are drawn at equal steps of cumulative squares, so the standard error is
+    below the standard error of independent draws. A gradient of at most 64 runs is measured whole.
     """
 
     values: Tensor

@@ -6,7 +6,8 @@
     %addcdiv_  update  f32[4]  addcdiv_(%weight, %exp_avg, %sqrt)           divides by the root of a second moment
 
 Each value is neutral (independent of the gradient), linear in it, a magnitude (an even function of it,
-such as a square or a norm), or bent (any other function). The result of an operator without a rule is bent if an input is linear or bent.
+such as a square or a norm), or bent (any other function). The result of an operator without a rule is bent if an input
+is linear or bent.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ class PlanInForce:
     # State
 
     def state_dict(self, steps: int) -> dict[str, Any]:
-        """Return this rank's gradient state, racing plans' residuals, the lasting plan and the uses of steps (`Calendar`)."""
+        """Return this rank's gradient state, racing plans' residuals, the lasting plan and the `Calendar`."""
         if self._follower.racing:
             self._follower.scale_to_rates(self.inputs)
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)

@@ -158,7 +158,7 @@ def _recorded(strategy: Strategy, setting: Setting, shapes: Sequence[tuple[int, 
 
 
 class _Price(float):
-    """Dummy price of 1. `asked` has the calls of the cost table, each a question and a size, whose times add up to it."""
+    """Dummy price of 1. `asked` has the calls of the cost table whose times add up to it: questions with sizes."""
 
     asked: tuple[tuple[PriceQuestion, Size], ...]
 
