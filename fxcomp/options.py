@@ -47,7 +47,7 @@ class Checks:
     `verify`: steps compared with eager PyTorch in loss, gradients and update: `sampled` (2, 5, 10, 20, 50 and so on,
     every 500th, and after a new kind of batch), N for every N-th, or `never`.
 
-    `race`: `auto` (the best plans run alternately in the first 40 steps, and the fastest is kept) or `off` (the
+    `race`: `auto` (the best plans run alternately in the first 60 steps, and the fastest is kept) or `off` (the
     predicted plan).
 
     `replan`: reaction to changed step times: `offer` (a note, another race, and `step.replan()` to measure links and

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import errno
+import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from fxcomp.plan.strategy import DENSE
 PACKAGE = Path(fxcomp.__file__).parent
 
 ELSEWHERE = {
-    "compat/machine.py": 3,  # write_atomically, also for devices such as /dev/stdout; a lock file
+    "compat/machine.py": 4,  # write_atomically, and a lock file
     "commands/bisect/rank.py": 2,  # a temporary folder of one command
 }
 """Number of places that open a file for writing, by module."""
@@ -59,14 +62,57 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = tmp_path / "saved.json"
-    SAVED[kind](path)
-    before = path.read_text()
+    path.write_text("old")
 
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         SAVED[kind](path)
-    assert path.read_text() == before
+    assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_replaced_file_keeps_its_mode_and_its_links(kind: str, tmp_path: Path):
+    path, link = tmp_path / "saved.json", tmp_path / "link.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    link.symlink_to(path)
+    SAVED[kind](link)
+    assert link.is_symlink()
+    assert json.loads(path.read_text())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_plan_is_written_into_a_pipe():
+    reader, writer = os.pipe()
+    PLAN.save(f"/dev/fd/{writer}")
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        assert Plan.from_json(json.load(file)) == PLAN
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EACCES])
+def test_a_file_that_cannot_be_replaced_is_written_in_place(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as a file that is mounted into a container."""
+    path = tmp_path / "saved.json"
+    path.write_text("old")
+
+    def mounted(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "replace", mounted)
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_without_write_permission_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "saved.json"
+    path.write_text("old")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PermissionError, match=r"saved\.json"):
+        PLAN.save(path)
+    assert path.read_text() == "old"

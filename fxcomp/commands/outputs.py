@@ -50,5 +50,5 @@ def _file(text: str | None) -> Path | None:
     """Return the resolved path; None for no path or for a device, such as a terminal."""
     if not text:
         return None
-    path = Path(text).expanduser().resolve()
-    return None if path.exists() and not path.is_file() else path
+    path = Path(text).expanduser()
+    return None if path.exists() and not path.is_file() else path.resolve()

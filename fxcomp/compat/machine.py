@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import math
 import os
 import platform
 import socket
+import stat
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,20 +41,44 @@ def alone_on_this_machine(path: Path | None) -> Generator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file atomically, also with concurrent writers. Links are followed."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
+    """Replace a file atomically, also with concurrent writers. Links are followed, and the file keeps its mode.
+
+    Pipes and devices are written directly, and so is a file that cannot be replaced, such as a mounted one.
+    """
+    if (path.exists() and not path.is_file()) or str(path.absolute()).startswith(_DESCRIPTORS):
         path.write_text(text)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    mode = 0o666 & ~_umask()
+    if place.exists():
+        mode = stat.S_IMODE(place.stat().st_mode)
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    try:
+        _replace(place, text, mode)
+    except OSError as error:
+        if error.errno not in _NOT_REPLACED:
+            raise
+        place.write_text(text)
+
+
+_DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
+"""Names of open files, which others write too."""
+
+_NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
+"""Errors of a folder that forbids new files, and of mounted files."""
+
+
+def _replace(place: Path, text: str, mode: int) -> None:
+    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=".fxcomp-", suffix=".tmp")
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file under the new name
-        os.chmod(temporary, 0o666 & ~_umask())  # a temporary file is readable by its owner only
-        os.replace(temporary, path)
+        os.chmod(temporary, mode)
+        os.replace(temporary, place)
     except BaseException:
         os.unlink(temporary)
         raise

@@ -253,8 +253,10 @@ def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
     counts: dict[str, int] = {}
     for piece in pieces:
         line = line_of(piece) if isinstance(piece, Node) else None
-        if isinstance(piece, Node) and line is not None and line.is_timed:
-            counts[line.method] = counts.get(line.method, -1) + 1
+        if not isinstance(piece, Node) or line is None or line.is_undoing:
+            continue
+        counts[line.method] = counts.get(line.method, -1) + 1
+        if line.is_timed:
             yield piece, (line.method, counts[line.method]), line
 
 

@@ -209,14 +209,16 @@ def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
         readings.append(dict.fromkeys((*METHODS, "regions"), 0.0))
         for call, (start, end) in reading.main.items():
             found.setdefault(call, []).append(end - start)
-            readings[-1][call[0] if call in nodes else "regions"] += end - start
+            readings[-1][call[0] if call[0] in METHODS else "regions"] += end - start
     totals = [step.us or 0.0 for step in steps]
     between = [us - sum(reading.values()) for us, reading in zip(totals, readings, strict=True)]
     step_us = statistics.median(totals)
     pack_us, regions_us = (_median_of(readings, name) for name in ("pack", "regions"))
     packs = {nodes[call]: us for call, us in found.items() if call[0] == "pack"}
-    starts = [us for call, us in found.items() if call[0] == "launch" and not _is_broadcast(nodes[call])]
-    region_us = {call[0]: statistics.median(us) for call, us in found.items() if call not in nodes}
+    starts = [
+        us for call, us in found.items() if call in nodes and call[0] == "launch" and not _is_broadcast(nodes[call])
+    ]
+    region_us = {call[0]: statistics.median(us) for call, us in found.items() if call[0] not in METHODS}
     alone_us = sum(region_us.values()) or 1.0
     works_later = compat.works_later(program.captured.device)
     return StepMeasurement(
@@ -225,7 +227,7 @@ def measurement(steps: Sequence[TimedStep]) -> StepMeasurement:
         region_us={name: us / alone_us * regions_us for name, us in region_us.items()},
         pack_us=pack_us,
         launch_us=statistics.median(chain.from_iterable(starts)) if starts else None,
-        pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if packs else None,
+        pack_gb_per_s=1e-3 * sum(map(value_bytes, packs)) / pack_us if pack_us else None,
         wait_us=_median_of(readings, "wait"),
         between_us=statistics.median([step.handed_us for step in steps] if works_later else between),
     )

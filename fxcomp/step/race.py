@@ -43,8 +43,8 @@ COUNTED = 7
 MOST_AFTER_HEATS, MOST_LATER = 3, 2
 """Maximum number of runners after the heats, and after each later round."""
 
-LONGEST = 28
-"""Maximum length of a race, in steps. The race of a job that begins dense then ends by step 40."""
+LONGEST = 48
+"""Maximum length of a race, in steps. With 28, one verified step would leave out the last round of four runners."""
 
 FAR = 2.0
 """A runner does not run if its predicted time is more than twice the larger of the best runner's predicted and measured

@@ -5,6 +5,7 @@ import statistics
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -32,6 +33,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.planning import timed_steps
 from fxcomp.planning.timed_steps import (
     FEEDS,
+    METHODS,
     HeldCollectives,
     StepMeasurement,
     TimedStep,
@@ -43,7 +45,7 @@ from fxcomp.planning.timed_steps import (
 )
 from fxcomp.runtime.group import Work
 from fxcomp.runtime.runtime import Runtime
-from fxcomp.runtime.stopwatch import Reading
+from fxcomp.runtime.stopwatch import Call, Reading
 from fxcomp.runtime.transport import NullTransport, Transport
 from fxcomp.search.choose import uniform
 from fxcomp.search.plan_tasks import plan_tasks
@@ -190,11 +192,11 @@ def test_packing_and_starts_are_summed_up_but_for_broadcasts(monkeypatch: pytest
 
 
 class Scattered(Told):
-    """A step in which one wait takes `late` us longer, which its total includes; 30 us are the host's."""
+    """A step in which one call takes `late` us longer, which its total includes; 30 us are the host's."""
 
-    def __init__(self, program: Program, number: int, late: float) -> None:
+    def __init__(self, program: Program, call: Call, late: float) -> None:
         super().__init__(program, -1)
-        self.told["wait", number] += late
+        self.told[call] += late
 
     @property
     def us(self) -> float:
@@ -202,25 +204,43 @@ class Scattered(Told):
 
 
 def test_sums_are_taken_per_step():
-    """The sum of medians would give 500 us for each wait, and count the late ones as the host's."""
+    """The sum of medians would leave out what is late once, and count it as the host's time."""
     program = dense_program(captured_step("conv"))
-    steps = [Scattered(program, number, 200.0 + number) for number in range(2)]
-    steps.append(Scattered(program, 0, 202.0))
+    late = {("wait", 0): 200.0, ("wait", 1): 201.0, ("region_0", 0): 202.0}
+    steps = [Scattered(program, *each) for each in late.items()]
     found = measurement(steps)
-    waits = sum(call[0] == "wait" for call in steps[0].told)
-    assert waits >= 2
+    usual_us = steps[0].us - 200.0
+    assert found.step_us == pytest.approx(usual_us + 201.0)
     assert found.between_us == pytest.approx(30.0)
-    assert found.wait_us == pytest.approx(500.0 * waits + 201.0)
-    assert found.step_us == pytest.approx(
-        30.0 + 100.0 + steps[0].sum_of("pack") + steps[0].sum_of("launch") + found.wait_us
-    )
+    assert found.wait_us == pytest.approx(steps[0].sum_of("wait"))
+    assert found.compute_us == pytest.approx(100.0 + steps[0].sum_of("pack"))
 
 
-def run_once(name: str, way: Way, transport: Transport | None = None) -> tuple[list[torch.Tensor], TimedStep]:
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_calls_have_the_same_numbers_in_the_graph_and_in_a_running_step(name: str, *, is_weighted: bool):
+    """The first launch of a weighted loss's step sums the counts, and has no task."""
+    _, step = run_once(name, Way.OVERLAPPED, loss_fn=weighted if is_weighted else cross_entropy)
+    reading = step.reading()
+    assert reading is not None
+    ran = {call for call in reading.main if call[0] in METHODS}
+    known = {call for _, call, _ in timed_lines(cut(step.program.graph)) if call[0] in METHODS}
+    assert known <= ran
+    assert ran - known == ({("launch", 0)} if is_weighted else set())
+    assert set(measurement([step]).region_us) == {region.name for region in regions(step.program.graph)}
+
+
+def weighted(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> fxcomp.WeightedLoss:
+    return fxcomp.WeightedLoss(cross_entropy(model, batch) * len(batch[1]), torch.tensor(len(batch[1])))
+
+
+def run_once(
+    name: str, way: Way, transport: Transport | None = None, loss_fn: Any = cross_entropy
+) -> tuple[list[torch.Tensor], TimedStep]:
     """Train one step in a way; return the loss, parameters, buffers and optimizer state, and the step."""
     job = JOBS[name]
     model = job.build()
-    asked = fxcomp.Job(model, cross_entropy, OPTIMIZERS["adamw"](model.parameters()), job.batch(0, 0))
+    asked = fxcomp.Job(model, loss_fn, OPTIMIZERS["adamw"](model.parameters()), job.batch(0, 0))
     training, captured = capture_job(asked)
     program, inputs = dense_program(captured), Inputs(training)
     site = Site.imagined(PAIR, torch.device("cpu"))

@@ -175,6 +175,41 @@ def test_all_ranks_begin_dense_as_ddp_trains_and_choose_at_the_same_step():
     assert found[0]["bits"] == found[1]["bits"]
 
 
+def mean_as_a_share(model: torch.nn.Module, batch: Any) -> fxcomp.WeightedLoss:
+    return fxcomp.WeightedLoss(cross_entropy(model, batch) * len(batch[1]), torch.tensor(len(batch[1])))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "weighted": {"loss_fn": mean_as_a_share},
+    "skipping": {"skip_nonfinite": True},
+    "clipped values": {"max_grad_value": 0.1},
+    "weighted, skipping": {"loss_fn": mean_as_a_share, "skip_nonfinite": True, "max_grad_norm": 1.0},
+    "accumulating": {"loss_fn": mean_as_a_share, "accumulate": 2},
+}
+
+
+def begun_of_a_kind(kind: str) -> tuple[bool, list[str]]:
+    forget()
+    model = JOBS["conv"].build()
+    drawn = [JOBS["conv"].batch(number, dist.get_rank()) for number in range(26)]
+    given = {"loss_fn": cross_entropy, **KINDS[kind]}
+    step = fxcomp.compile_step(
+        model, optimizer=OPTIMIZERS["sgd"](model.parameters()), example_batch=drawn[0], compress="balanced", **given
+    )
+    for batch in drawn:
+        step(batch)
+    is_chosen = not step.in_force.decision.is_provisional
+    step.close()
+    return is_chosen, [str(replica_fingerprint(model))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jobs_of_every_kind_choose_a_plan_by_their_first_steps(kind: str):
+    found = run_ranks(2, begun_of_a_kind, kind)
+    assert all(is_chosen for is_chosen, _ in found)
+    assert found[0] == found[1]
+
+
 def forget() -> None:
     """Let the next job time its own steps; what compressors cost on this machine stays known."""
     shutil.rmtree(compat.cache_directory() / "jobs", ignore_errors=True)
