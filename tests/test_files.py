@@ -22,26 +22,46 @@ from fxcomp.plan.strategy import DENSE
 PACKAGE = Path(fxcomp.__file__).parent
 
 ELSEWHERE = {
+    "__main__.py": 1,  # the null device
     "compat/machine.py": 4,  # write_atomically, and a lock file
     "commands/bisect/rank.py": 2,  # a temporary folder of one command
 }
 """Number of places that open a file for writing, by module."""
 
 
+OTHERS = {
+    "write_text",
+    "write_bytes",
+    "tofile",
+    "savez",
+    "touch",
+    "NamedTemporaryFile",
+    "ZipFile",
+    "FileHandler",
+    "FileIO",
+}
+
+
 def written(tree: ast.AST) -> int:
-    """Count calls of `write_text` and `write_bytes`, and opens with a mode that writes."""
+    """Count calls that write files, and opens with a mode that writes or is not a constant."""
     count = 0
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        modes = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-        modes += [
-            each.value.value for each in node.keywords if each.arg == "mode" and isinstance(each.value, ast.Constant)
-        ]
-        opens = name in ("open", "fdopen") and any(set(mode) & set("wax+") and len(mode) <= 3 for mode in modes)
-        count += opens or name in ("write_text", "write_bytes")
+        modes = [
+            *node.args[-1:],
+            *(each.value for each in node.keywords if each.arg == "mode"),
+        ]  # the path may be bound
+        opens = name in ("open", "fdopen") and any(map(_may_write, modes))
+        count += opens or name in OTHERS
     return count
+
+
+def _may_write(mode: ast.expr) -> bool:
+    return not isinstance(mode, ast.Constant) or (
+        isinstance(mode.value, str) and len(mode.value) <= 3 and bool(set(mode.value) & set("wax+"))
+    )
 
 
 def test_no_other_place_opens_a_file_for_writing():

@@ -34,7 +34,6 @@ from fxcomp.plan.plan import Plan
 from fxcomp.planning import timed_steps
 from fxcomp.planning.timed_steps import (
     FEEDS,
-    METHODS,
     HeldCollectives,
     StepMeasurement,
     TimedStep,
