@@ -129,10 +129,12 @@ def proof_note(gm: GraphModule, exact: Collection[str]) -> str:
         return ""
     sizes: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     layers: dict[tuple[bool, str], dict[str, None]] = {}
-    for name, node in gradients(gm).items():
+    found = gradients(gm)
+    in_both = {alike(name) for name in found if name in exact} & {alike(name) for name in found if name not in exact}
+    for name, node in found.items():
         kind = name in exact, computed_by(node)
         sizes[kind[0]][kind[1]] += int(node.meta["val"].numel())
-        layers.setdefault(kind, {})[alike(name)] = None
+        layers.setdefault(kind, {})[name if alike(name) in in_both else alike(name)] = None
 
     def listed(*, is_exact: bool) -> str:
         texts: list[str] = []

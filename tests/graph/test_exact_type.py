@@ -183,3 +183,17 @@ def test_the_note_names_operators_and_layers_of_both_kinds():
     assert "aten.sum.dim_IntList (16: *.first.bias)" in exact
     assert "aten.sum.dim_IntList (16: *.scale)" in others
     assert "aten.embedding_dense_backward (800: *.embedding.weight)" in others
+
+
+def test_the_note_names_each_parameter_of_a_layer_that_is_in_both_lists():
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16):
+            return model(batch).float().sum()
+
+    gm = captured(model, torch.randn(4, 16), "sgd", loss_fn).graph
+    assert "aten.mm (768: *.weight)" in proof_note(gm, exact_types(gm))
+    exact, _, others = proof_note(gm, {"0.weight", "2.weight"}).partition(" Not so: ")
+    assert "(512: 2.weight, 0.weight)" in exact
+    assert "(256: 1.weight)" in others
