@@ -124,7 +124,7 @@ BOUND = """
 ## Distance from the best plan
 
 A step takes at least as long as each stream works, so at least any weighted mean of the streams' times. The minimum of
-such a mean over all strategies within the error budget is a lower bound for all plans of the mode. The largest bound is
+this mean over all strategies within the error budget is a lower bound for all plans of the mode. The largest bound is
 {bound:,.0f} µs, and the chosen step is {gap:.1f} % longer.
 
 For a job this small, the best plan can be computed: it takes {best:,.0f} µs, {verdict}.

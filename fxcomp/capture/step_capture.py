@@ -100,7 +100,7 @@ def _small(inputs: Mapping[str, Node], written: Collection[str]) -> set[str]:
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as after `expand`. No step can write such a tensor."""
+    """Return whether elements of a tensor share memory, as after `expand`. No step can write it."""
     return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 

@@ -48,7 +48,7 @@ class _Opened:
     """Object split into parts, whose own parts are split too."""
 
     how: tuple[Any, ...]
-    """Function that makes the object, then those of its first arguments that are callable."""
+    """Function that makes the object, then its first arguments, as far as they are callable."""
     parts: list[Any]
     """Other arguments, state, list items and mapping items."""
 

@@ -43,7 +43,7 @@ UNSHARED = Processors()
 class Cluster(Seating):
     """Hosts of ranks, and the links between them.
 
-    `inter` links the hosts, `intra` the ranks of one host. `placement[rank]` is the host of a rank; by default ranks
+    `inter` links the `hosts`, `intra` the ranks of one host. `placement[rank]` is the host of a rank; by default ranks
     fill hosts in order. With a placement, hosts may have fewer than `ranks_per_host` ranks. `above` lists racks and
     higher tiers, from the hosts up.
     """

@@ -206,7 +206,7 @@ def _shares(demands: Sequence[float], limits: Sequence[float], count: float) -> 
 
     A task requests demand * limit processors. If `count` processors satisfy all requests, the speed is the limit.
     Otherwise it is the granted processors / the demand: processors are shared in proportion to max(1, demand), and
-    what a task does not request is left to the others.
+    the others share the rest of a task that requests less.
     """
     rates, asked, left, weight = list(limits), 0.0, count, 0.0
     weights = [max(1.0, demand) for demand in demands]

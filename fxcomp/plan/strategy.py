@@ -65,7 +65,7 @@ RACKS = ByLevel((Level.INTRA, Level.RACK), Level.RACKS)
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Compressions and collectives for one bucket, in order."""
+    """Compressions and collectives (`steps`) for one bucket, in order."""
 
     steps: tuple[Step, ...]
     ends_as_shards: bool = False

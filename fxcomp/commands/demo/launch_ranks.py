@@ -80,7 +80,7 @@ def run_ranks(
 def of_module(module: str, *arguments: str) -> list[str]:
     """Return a command that runs a module with this process's sys.path.
 
-    `python -m` searches the current folder first, where a `glob.py` would shadow the standard library's.
+    Python's option `-m` searches the current folder first, where a `glob.py` would shadow the standard library's.
     """
     run = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_module({module!r}, run_name='__main__')"
     return ["-c", run, *arguments]
