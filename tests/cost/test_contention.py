@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fxcomp.cluster.cluster import Processors
-from fxcomp.cost.contention import FittedContention, SeenStep, alone_on_wires, fit_contention
+from fxcomp.cost.contention import NOISE, FittedContention, SeenStep, alone_on_wires, fit_contention
 from fxcomp.cost.timeline import Task, simulate, step_time_us
 from fxcomp.plan.kinds import Stream
 
@@ -56,7 +56,7 @@ def test_all_three_are_found_together():
     true = {"factor": 2.0, "link_factor": 1.1, "overlap_speed": 0.8}
     found = fit_contention(seen(step(19_000.0), **true), ONE)
     assert found.link_factor == pytest.approx(1.1, rel=0.05)
-    assert found.error < 0.02
+    assert found.error < NOISE
     again = seen(step(19_000.0), factor=found.factor, link_factor=found.link_factor, overlap_speed=found.overlap_speed)
     assert again.slowed_us == pytest.approx(seen(step(19_000.0), **true).slowed_us, rel=0.1)
 
