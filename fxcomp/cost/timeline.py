@@ -3,8 +3,8 @@
 A stream runs its tasks in order, each after its predecessors. Compute, the compressor pool and the network's software
 may share processors. If they request more than there are, each gets a fair share and takes longer.
 
-    compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed by the transport
-    inter                 ░░░░░░░░░░              two processors would allow full speed
+    compute   ████████████▒▒▒▒▒▒▒▒▒▒████          ▒ slowed: shares one processor with the transport
+    inter                 ░░░░░░░░░░
 
 `step_time_us` returns the length alone, in C++ if kernels are built (csrc/timeline.cpp). The Python code specifies it.
 """

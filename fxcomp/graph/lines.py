@@ -249,7 +249,10 @@ def line_of(node: Node) -> Line | None:
 
 
 def timed_lines(pieces: Iterable[Any]) -> Iterator[tuple[Node, Call, Line]]:
-    """Yield (node, call, kind) of the timed lines of a step. A call is a method and the number of earlier calls."""
+    """Yield (node, call, kind) of the timed lines of a step.
+
+    A call is a method and the index among the step's calls of this method.
+    """
     counts: dict[str, int] = {}
     for piece in pieces:
         line = line_of(piece) if isinstance(piece, Node) else None

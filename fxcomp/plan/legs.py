@@ -100,7 +100,10 @@ class Unit(NamedTuple):
     """Scale of a rank's values relative to the mean gradient."""
 
     weight: Fraction
-    """Factor of the values in the mean gradient, which is a weighted sum over all ranks that hold the same elements."""
+    """Weight of this rank's values in the mean gradient.
+
+    The mean is the sum of weight · values over all ranks that hold the same elements.
+    """
     total: Fraction
     """Sum of the weights of all ranks that hold the same elements."""
 

@@ -3,7 +3,7 @@
     compress(int4) > all_to_all@world > decompress > compress(int8) > all_gather@world > decompress      4 ranks, rank 1
 
     Encode   slot 0, pieces [0, 25) [25, 50) [50, 75) [75, 100)      one payload for each owner
-    Send     all_to_all, cut (20, 20, 20, 20)
+    Send     all_to_all, cut (20, 20, 20, 20)                        payload bytes per rank
     Decode   slot 0, pieces [25, 50), 4 payloads                     mean of this rank's shard
     Encode   slot 1, pieces [25, 50)
     Send     all_gather, cut (29, 29, 29, 29)

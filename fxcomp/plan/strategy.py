@@ -104,7 +104,7 @@ class Strategy:
 
     @property
     def adds_in_rank_order(self) -> bool:
-        """True if the ranks add exact values in rank order, and no collective adds values."""
+        """True if decompression adds values in rank order: all compressors are exact, and no collective sums."""
         return not self.is_dense and self.keeps_values and not any(each.kind.sums for each in self.collectives)
 
     @property

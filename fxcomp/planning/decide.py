@@ -67,7 +67,7 @@ def is_alike(us: float, other_us: float) -> bool:
 def costs_of_steps(site: Site, steps: Sequence[TimedStep], feed_us: float, costs: CostTable) -> CostTable:
     """Add the slowest rank's costs of dense steps to a table.
 
-    Every rank passes its HELD and OVERLAPPED steps. `feed_us` is the host time before a step's program, in µs.
+    Every rank passes its timed steps (`Way`). `feed_us` is the host time before a step's program, in µs.
     Each operator's share of compute is assumed equal on all ranks.
     """
     ranks, program = site.ranks, steps[0].program

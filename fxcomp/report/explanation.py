@@ -238,7 +238,10 @@ class Explanation:
 
     @property
     def bound_us(self) -> float | None:
-        """Lower bound on the step time of the mode's plans, in µs; None if a budget, momenta or the user decided."""
+        """Lower bound on the step time of the mode's plans, in µs.
+
+        None under an error budget, for a given plan, and if the plan exchanges momenta.
+        """
         if not self.is_chosen or self.mode not in _MODES or self.budget is not None or self.plan.moves_exchange:
             return None
         return bound_us(self.workload, self.costs, self.cluster, _MODES[self.mode], pins=self.pins)

@@ -130,7 +130,10 @@ class Workload:
 
     @property
     def updates_wait(self) -> bool:
-        """True if every update waits for all gradients and `finish_us`; False if it waits only for its own bucket."""
+        """True if updates start after all gradients have arrived and `finish_us` of compute.
+
+        False if each update waits only for its own bucket.
+        """
         return self.clips or self.commits or self.finish_us > 0
 
     @property
