@@ -136,3 +136,10 @@ def test_a_file_without_write_permission_is_kept(tmp_path: Path, monkeypatch: py
     with pytest.raises(PermissionError, match=r"saved\.json"):
         PLAN.save(path)
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("kind", ["plan", "errors"])
+def test_a_misspelt_folder_is_not_made(kind: str, tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        SAVED[kind](tmp_path / "nowhere" / "saved.json")
+    assert not list(tmp_path.iterdir())

@@ -40,7 +40,7 @@ def alone_on_this_machine(path: Path | None) -> Generator[None]:
         yield
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, makes_folder: bool = True) -> None:
     """Replace a file atomically, also with concurrent writers. Links are followed, and the file keeps its mode.
 
     Pipes and devices are written directly, and so is a file that cannot be replaced, such as a mounted one.
@@ -49,7 +49,8 @@ def write_atomically(path: Path, text: str) -> None:
         path.write_text(text)
         return
     place = Path(os.path.realpath(path))
-    place.parent.mkdir(parents=True, exist_ok=True)
+    if makes_folder:
+        place.parent.mkdir(parents=True, exist_ok=True)
     mode = 0o666 & ~_umask()
     if place.exists():
         mode = stat.S_IMODE(place.stat().st_mode)

@@ -122,7 +122,7 @@ class ErrorTable:
     def save(self, path: str | Path) -> None:
         """Write the table for the option `--errors` of `fxcomp explain`."""
         data = {"version": VERSION, "rows": {name: asdict(row) for name, row in self.rows.items()}}
-        compat.write_atomically(Path(path), json.dumps(data, indent=1) + "\n")
+        compat.write_atomically(Path(path), json.dumps(data, indent=1) + "\n", makes_folder=False)
 
     @classmethod
     def load(cls, path: str | Path) -> ErrorTable:

@@ -316,7 +316,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`."""
-        compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
+        compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n", makes_folder=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
