@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+from fxcomp import compat
 from fxcomp.cost.table import VERSION, CostTable
 
 
@@ -17,10 +17,10 @@ def load_table(path: str | Path) -> CostTable | None:
     """Return a saved table; None if missing or unreadable. Rename an unreadable file, with a warning."""
     path = Path(path)
     try:
-        return CostTable.from_json(json.loads(path.read_text()))
+        return CostTable.from_json(compat.read_json(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         kept = _set_aside(path)
         warnings.warn(f"cannot read the cost table {path}: {error}; kept as {kept}, measuring again", stacklevel=2)
         return None

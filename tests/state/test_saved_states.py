@@ -91,14 +91,14 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
         (lambda s: {**s, "owed": {"b": torch.zeros(9)}}, "'b' had 9 elements, and has 7 here"),
         (lambda s: {**s, "rank": 2}, "the state is of rank 2 of 2"),
         (
-            lambda s: {**s, "version": 4},
-            "this state has version 4; this fxcomp reads version 3.*\n.*saved it, or start",
+            lambda s: {**s, "version": 5},
+            "this state has version 5; this fxcomp reads version 4.*\n.*saved it, or start",
         ),
         (
             lambda s: {**s, "version": 2},
-            "this state has version 2; this fxcomp reads version 3.*\n.*saved it, or start",
+            "this state has version 2; this fxcomp reads version 4.*\n.*saved it, or start",
         ),
-        (_without("version"), r"this state has no version; this fxcomp reads version 3.*\n.*load None on every rank"),
+        (_without("version"), r"this state has no version; this fxcomp reads version 4.*\n.*load None on every rank"),
         (_without("compressors"), "the state is not whole: KeyError: 'compressors'"),
         (_with_residual("a", weight=[1, 0]), "the state is not whole: ZeroDivisionError"),
     ],
