@@ -45,7 +45,7 @@ class _Unpickler(pickle.Unpickler):
 
 class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> formats.Metadata:
-        with (Path(self.checkpoint_id) / ".metadata").open("rb") as file:
+        with Path(cast("Any", self).path, ".metadata").open("rb") as file:
             found = _Unpickler(file).load()
         if not isinstance(found, formats.Metadata):
             raise pickle.UnpicklingError(f"its .metadata is a {type(found).__name__}")
