@@ -1,4 +1,4 @@
-"""SECURITY.md says what a file, the environment and another rank can make a process do; each line names its test."""
+"""Each line of SECURITY.md, about files, the environment and other ranks, names a test that shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLED = {ast.unparse(call.func) for calls in CALLS.values() for call in calls}
 
 
 def test_each_line_names_tests_that_exist():
-    lines = (ROOT / "SECURITY.md").read_text().partition("## What an input can do")[2]
+    lines = (ROOT / "SECURITY.md").read_text().partition("## Effects of inputs")[2]
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
     known = {name for text in texts for name in re.findall(r"def (test_\w+)", text)}
     items = re.findall(r"(?ms)^- (.*?)(?=\n\n|\n- |\Z)", lines)
