@@ -37,7 +37,9 @@ int64_t section_bytes(int64_t slots, const PlacesLayout& layout, int64_t header_
 
 }  // namespace
 
-// Decodes values begin..end-1 of a segment, which begins at tile `begin`; false if a count or a place cannot be.
+// Decodes values begin..end-1 of a segment, which begins at tile `begin`; false if a count or a place cannot be. Places
+// must ascend, and there are no more than are counted: else it would depend on the cut, and so on the number of threads,
+// whether a payload is refused.
 template <int kForm>
 FXCOMP_INLINE bool decode_range(const Section& section, float* out, int64_t begin, int64_t end,
                                 std::vector<PlacesCursor>& cursors) {
@@ -56,10 +58,12 @@ FXCOMP_INLINE bool decode_range(const Section& section, float* out, int64_t begi
             const uint8_t* const values = section.values(rank);
             const PlacesReader<kForm> reader(section.places(rank), section.layout, section.sent(rank));
             PlacesCursor cursor = cursors[static_cast<size_t>(rank)];
+            int64_t least = start;
             while (reader.seek(cursor)) {
                 const int64_t place = reader.place(cursor);
                 if (place >= start + size) break;
-                if (place < start) return false;
+                if (place < least) return false;
+                least = place + 1;
                 tile[place - start] += load_float(values + 4 * cursor.number);
                 reader.advance(cursor);
             }
@@ -71,7 +75,9 @@ FXCOMP_INLINE bool decode_range(const Section& section, float* out, int64_t begi
     }
     if (end < section.n) return true;
     for (int64_t rank = 0; rank < section.ranks; ++rank) {
-        if (cursors[static_cast<size_t>(rank)].number != section.sent(rank)) return false;
+        const PlacesReader<kForm> reader(section.places(rank), section.layout, section.sent(rank));
+        PlacesCursor cursor = cursors[static_cast<size_t>(rank)];
+        if (cursor.number != section.sent(rank) || reader.seek_one(cursor)) return false;
     }
     return true;
 }
