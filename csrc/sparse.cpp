@@ -37,9 +37,7 @@ int64_t section_bytes(int64_t slots, const PlacesLayout& layout, int64_t header_
 
 }  // namespace
 
-// Decodes values begin..end-1 of a segment, which begins at tile `begin`; false if a count or a place cannot be. Places
-// must ascend, and there are no more than are counted: else it would depend on the cut, and so on the number of threads,
-// whether a payload is refused.
+// Decodes values begin..end-1 of a segment, which begins at tile `begin`; false if a count or a place cannot be.
 template <int kForm>
 FXCOMP_INLINE bool decode_range(const Section& section, float* out, int64_t begin, int64_t end,
                                 std::vector<PlacesCursor>& cursors) {
@@ -58,12 +56,10 @@ FXCOMP_INLINE bool decode_range(const Section& section, float* out, int64_t begi
             const uint8_t* const values = section.values(rank);
             const PlacesReader<kForm> reader(section.places(rank), section.layout, section.sent(rank));
             PlacesCursor cursor = cursors[static_cast<size_t>(rank)];
-            int64_t least = start;
             while (reader.seek(cursor)) {
                 const int64_t place = reader.place(cursor);
                 if (place >= start + size) break;
-                if (place < least) return false;
-                least = place + 1;
+                if (place < start) return false;
                 tile[place - start] += load_float(values + 4 * cursor.number);
                 reader.advance(cursor);
             }
@@ -91,7 +87,9 @@ FXCOMP_BODY bool decode(const uint8_t* payloads, int64_t ranks, int64_t stride, 
     for (int64_t s = 0; s < segment_count && start < end; ++s) {
         const int64_t n = segments[s];
         const Section section{payloads, ranks, stride, n, slots[s], header_bytes, places_layout(n, slots[s])};
-        const int64_t from = std::max(begin, start) - start, to = std::min(end, start + n) - start;
+        // At whole tiles: the cut, and so the number of threads, does not decide which order of places is refused.
+        const auto cut = [n](int64_t at) FXCOMP_LAMBDA { return std::min(round_up(at, kWide), n); };
+        const int64_t from = cut(std::max(begin, start) - start), to = cut(std::min(end, start + n) - start);
         if (from < to) {
             const bool is_ours = with_form(section.layout, [&](auto form) FXCOMP_LAMBDA {
                 return decode_range<decltype(form)::value>(section, out + start, from, to, cursors);
