@@ -123,14 +123,17 @@ struct PlacesReader {
     PlacesReader(const uint8_t* section, const PlacesLayout& layout, int64_t count)
         : low(section), bits(section + layout.low_bytes), bit_bytes(layout.bit_bytes), k(count) {}
 
-    // Goes to the next word that has a place; false at the end.
-    FXCOMP_METHOD bool seek(PlacesCursor& cursor) const {
+    // Goes to the next word that has a one; false at the end.
+    FXCOMP_METHOD bool seek_one(PlacesCursor& cursor) const {
         while (cursor.ones == 0) {
             if (8 * (cursor.word + 1) >= bit_bytes) return false;
             cursor.ones = load_bits(bits, bit_bytes, ++cursor.word);
         }
-        return cursor.number < k;
+        return true;
     }
+
+    // Goes to the next word that has a place; false at the end, and behind k places.
+    FXCOMP_METHOD bool seek(PlacesCursor& cursor) const { return seek_one(cursor) && cursor.number < k; }
 
     // The place that comes next, behind a `seek` that found one.
     FXCOMP_METHOD int64_t place(const PlacesCursor& cursor) const {

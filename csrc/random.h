@@ -33,7 +33,9 @@ FXCOMP_INLINE float uniform(Stream stream, uint32_t counter) {
     return static_cast<float>(static_cast<int32_t>(random_bits(stream, counter) >> 8)) * 0x1p-24f;
 }
 
-// Raises the step of each segment's stream.
+// Raises the step of each segment's stream. Wraps, as torch's int64 do: a loaded state may hold any step.
 FXCOMP_INLINE void raise_steps(int64_t* state, int64_t segment_count) {
-    for (int64_t s = 0; s < segment_count; ++s) ++state[2 * s + 1];
+    for (int64_t s = 0; s < segment_count; ++s) {
+        state[2 * s + 1] = static_cast<int64_t>(static_cast<uint64_t>(state[2 * s + 1]) + 1);
+    }
 }

@@ -314,9 +314,15 @@ static void advance(Controller& c, double fitted, double reached, double most_st
     }
 }
 
+// A loaded state may hold any number, also NaN: what is an index or counts a loop is kept within its range.
+static int64_t bounded(float value, double least, double most) {
+    return static_cast<int64_t>(std::min(std::max(least, static_cast<double>(value)), most));
+}
+
 static void encode(const Segment& segment, int64_t stride, int64_t thin_stride, int64_t fit, double most_stages,
                    Controller& controller, Scratch& scratch) {
-    const auto calls = static_cast<int64_t>(controller.calls);
+    const int64_t calls = bounded(controller.calls, 0.0, kCalls - 1.0);
+    const int64_t stages = bounded(controller.stages, 1.0, most_stages);
     const Magnitudes sample = take_magnitudes(segment, stride, calls, fit, scratch);
     if (widest<count_reaching>(sample.values, sample.size, 1u) == 0) {
         send(segment, 1u, scratch);
@@ -324,7 +330,7 @@ static void encode(const Segment& segment, int64_t stride, int64_t thin_stride, 
     }
     const double reaching = static_cast<double>(segment.k) * static_cast<double>(sample.size) /
                             static_cast<double>(segment.size);
-    const double threshold = fit_threshold(sample, reaching, static_cast<int64_t>(controller.stages), fit);
+    const double threshold = fit_threshold(sample, reaching, stages, fit);
     uint32_t bits = std::clamp(magnitude_bits(static_cast<float>(threshold)), 1u, kInfinityBits - 1);
     const int64_t reached = widest<count_reaching>(sample.values, sample.size, bits);
     if (controller.resamples > 0.0f) {

@@ -71,7 +71,9 @@ FXCOMP_INLINE bool decode_range(const Section& section, float* out, int64_t begi
     }
     if (end < section.n) return true;
     for (int64_t rank = 0; rank < section.ranks; ++rank) {
-        if (cursors[static_cast<size_t>(rank)].number != section.sent(rank)) return false;
+        const PlacesReader<kForm> reader(section.places(rank), section.layout, section.sent(rank));
+        PlacesCursor cursor = cursors[static_cast<size_t>(rank)];
+        if (cursor.number != section.sent(rank) || reader.seek_one(cursor)) return false;
     }
     return true;
 }
@@ -85,7 +87,9 @@ FXCOMP_BODY bool decode(const uint8_t* payloads, int64_t ranks, int64_t stride, 
     for (int64_t s = 0; s < segment_count && start < end; ++s) {
         const int64_t n = segments[s];
         const Section section{payloads, ranks, stride, n, slots[s], header_bytes, places_layout(n, slots[s])};
-        const int64_t from = std::max(begin, start) - start, to = std::min(end, start + n) - start;
+        // At whole tiles: the cut, and so the number of threads, does not decide which order of places is refused.
+        const auto cut = [n](int64_t at) FXCOMP_LAMBDA { return std::min(round_up(at, kWide), n); };
+        const int64_t from = cut(std::max(begin, start) - start), to = cut(std::min(end, start + n) - start);
         if (from < to) {
             const bool is_ours = with_form(section.layout, [&](auto form) FXCOMP_LAMBDA {
                 return decode_range<decltype(form)::value>(section, out + start, from, to, cursors);

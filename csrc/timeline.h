@@ -95,6 +95,7 @@ class Simulator {
                 rates_[k] = shares[i];
                 next = std::min(next, ends_[k]);
             }
+            if (std::isinf(next)) return kNever;  // or time would stand still, where an end is NaN
             clock = next;
             for (int32_t& k : running_) {
                 if (k >= 0 && ends_[k] <= clock) {

@@ -151,6 +151,11 @@ def is_contradicted(reached: int, reaching: float, stride: int) -> bool:
     return abs(reached - reaching) > max(0.05 * reaching, chance)
 
 
+def _bounded(value: float, least: int, most: int) -> int:
+    """Keep a number of a loaded state, which may be anything, within its range. NaN becomes `least`."""
+    return int(min(max(least, value), most))
+
+
 def _round_to_bits(threshold: float) -> int:
     bits = int(survivors.magnitude_bits(torch.tensor(threshold, dtype=torch.float64).float()))
     return min(max(bits, 1), INFINITY_BITS - 1)
@@ -234,12 +239,13 @@ class Sidco(Compressor):
 
         The second value is None if no distribution was fitted, because k or every sampled value is 0.
         """
-        calls = int(controller.calls)
+        calls = _bounded(controller.calls, 0, _CALLS - 1)
         sample = sample_of(piece, stride, calls)
         if k == 0 or not bool((sample > 0).any()):
             return 1, None
         reaching = k * len(sample) / len(piece)
-        bits = _round_to_bits(fit_threshold(sample, reaching, int(controller.stages), self.tail_fit))
+        stages = _bounded(controller.stages, 1, most_stages(self.ratio))
+        bits = _round_to_bits(fit_threshold(sample, reaching, stages, self.tail_fit))
         reached = int((survivors.magnitude_bits(sample) >= bits).sum())
         if controller.resamples > 0:
             bits = thin_threshold(piece, k, thin_stride, int(randomness.mix(torch.tensor(calls))))

@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_what_where_and_what_to_do(case: str) 
 @WITH_KERNELS
 @pytest.mark.parametrize(
     ("text", "byte"),
-    [("topk(0.01)", 0), ("sidco(0.1)", 255)],
+    [("topk(0.01)", 0), ("topk(0.01)", 255), ("sidco(0.1)", 255)],
 )
 def test_a_damaged_payload_is_refused(text: str, byte: int) -> None:
     compressor = parse_compressor(text)

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -175,3 +175,18 @@ def test_the_kernel_follows_the_reference_through_windows_and_resampling(compres
 
 def _as_dict(controller: Controller) -> dict[str, float]:
     return {name: getattr(replace(controller), name) for name in Controller.__dataclass_fields__}
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize("field", ["stages", "calls"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -7.0, 1e30])
+def test_a_loaded_state_of_any_numbers_moves_no_sample_outside_the_bucket(field: str, value: float) -> None:
+    """`calls` shifts the sample, and `stages` counts a loop: a damaged checkpoint crashed here, or never returned."""
+    compressor, n = Sidco(0.1), 600_000
+    assert strides((n,), 0.1) > (1,)
+    state = torch.tensor(astuple(replace(Controller(), **{field: value})))
+    bucket = distributions.draw("Laplace", n, seed=1)
+    payload = torch.empty(compressor.payload_elements((n,)), dtype=torch.uint8)
+    expected = compressor.compress_reference(EncoderInput(bucket, None, (n,), state.clone()))
+    compressor.encode(bucket, None, payload, (n,), state)
+    assert torch.equal(payload, expected.payload)

@@ -5,6 +5,7 @@ Where Triton is installed but neither is there, one test runs this file in the i
 
 import importlib
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -152,14 +153,15 @@ def assert_kernels_give_the_bits(
 @RUNS
 @pytest.mark.parametrize("text", ["sidco(0.01)", "sidco(0.01, fit=gamma)"])
 def test_sidco_goes_on_from_any_state(text: str) -> None:
-    """Samples with a stride, three stages, the end of a window, a restart, and a sample that is taken again."""
-    segments, compressor = (70_000, 66_000, 300), parse_compressor(text)
+    """Samples with a stride, three stages, the end of a window, a restart, a sample taken again, a damaged state."""
+    segments, compressor = (70_000, 66_000, 300, 66_000), parse_compressor(text)
     controllers = [
         Controller(
             stages=3.0, direction=-1.0, calls_in_window=4.0, fitted=3.1, reached=90.0, bad_windows=1.0, calls=7.0
         ),
         Controller(stages=2.0, calls_in_window=4.0, fitted=9.0, deviation=0.1, resamples=1.0, calls=float(2**20 - 1)),
         Controller(stages=4.0, calls_in_window=2.0, fitted=2.0, reached=2.0, calls=1.0),
+        Controller(stages=1e9, calls=math.nan),
     ]
     state = torch.tensor([list(astuple(controller)) for controller in controllers]).flatten()
     bucket = SAMPLES["heavy"](sum(segments))

@@ -79,7 +79,8 @@ def encode(compressor: Sidco, given: EncoderInput, payload: Tensor) -> None:
     logs = torch.empty(products, dtype=torch.float64, device=device)
     replace(tiles, table=tiles.table[:first]).launch(_take, *values, given.state, rows, sample)
     arguments = (given.state, rows, count, sample, logs, decisions, fitted)
-    launch(_fit, count, *arguments, FIT=compressor.tail_fit.value, WIDTH=_COLUMNS)
+    most = float(most_stages(ratio))
+    launch(_fit, count, *arguments, FIT=compressor.tail_fit.value, WIDTH=_COLUMNS, MOST_STAGES=most)
     others = replace(tiles, table=tiles.table[first:])
     others.launch(_resample, *values, given.state, rows, count, sample, decisions)
     settle(sample, decisions, tiles, 2 * count)
@@ -87,7 +88,7 @@ def encode(compressor: Sidco, given: EncoderInput, payload: Tensor) -> None:
     chosen = torch.where(decisions[count:, 0] > 0, known[1], known[0]).clamp_min(1)
     cuts = chosen.expand(2, count).contiguous()
     tally = send(given, payload, layout_of_survivors(given.segments, ratio, device), cuts)
-    launch(_control, count, given.state, rows, fitted, tally, MOST_STAGES=float(most_stages(ratio)))
+    launch(_control, count, given.state, rows, fitted, tally, MOST_STAGES=most)
 
 
 @jit
@@ -98,7 +99,7 @@ def _row(rows, segment):
 
 @jit
 def _calls(state, segment):
-    return tl.load(state + segment * STATE_COLUMNS + 8).to(tl.int64)
+    return tl.minimum(tl.maximum(tl.load(state + segment * STATE_COLUMNS + 8), 0.0), CALLS - 1.0).to(tl.int64)
 
 
 @jit
@@ -131,7 +132,9 @@ def _resampled_from(n, stride, calls):
 
 
 @jit
-def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: constexpr, WIDTH: constexpr):
+def _fit(
+    state, rows, segments, sample, products, decisions, fitted, FIT: constexpr, WIDTH: constexpr, MOST_STAGES: constexpr
+):
     """Compute a segment's threshold, or open a decision if the t-th largest value of a sample replaces it."""
     segment = tl.program_id(0)
     _, n, k, stride, other_stride = _row(rows, segment)
@@ -141,7 +144,7 @@ def _fit(state, rows, segments, sample, products, decisions, fitted, FIT: conste
     calls = _calls(state, segment)
     size = _taken(n, stride, calls).to(tl.int32)
     reaching = k.to(tl.float64) * size.to(tl.float64) / tl.maximum(n, 1).to(tl.float64)
-    stages = tl.load(controller).to(tl.int32)
+    stages = tl.minimum(tl.maximum(tl.load(controller), 1.0), MOST_STAGES).to(tl.int32)
     level, is_fitted = fitted_level(ours, size, stages, reaching, products + tl.load(row + 6), FIT, WIDTH)
     share = reaching * 0.0 - 1.0
     if is_fitted:

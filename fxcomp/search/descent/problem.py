@@ -265,7 +265,11 @@ class Problems:
             updates_wait=int(workload.updates_wait),
             commits=int(workload.commits),
             broadcast_stream=PLACE[broadcast.stream] if broadcast else -1,
-            shares=int(curves.may_lack_processors(tasks) or (broadcast is not None and broadcast.load > 0)),
+            # Only then do collectives have curves of processor time, which csrc/priced_parts.h reads.
+            shares=int(
+                not math.isinf(processors.count)
+                and (curves.may_lack_processors(tasks) or (broadcast is not None and broadcast.load > 0))
+            ),
             has_spare=int(processors.has_spare),
         )
 

@@ -115,6 +115,18 @@ def test_an_improved_plan_is_legal_no_slower_and_priced_as_its_tasks_are(table: 
             assert search.engine.values([other]) == [value]
 
 
+def test_curves_of_processor_time_are_read_only_where_there_are_some():
+    """They are not traced for unshared processors, whatever a table's transport and a broadcast take."""
+    workload = replace(layers(3), **SHARING)
+    for costs in (*TABLES.values(), replace(COSTS, transport=TRANSPORT)):
+        p = every_option(workload, costs, cluster(2, 4, "1gbit")).problem
+        kinds = 3 if p.shares else 1
+        collectives = {number for number in p.task_collective if number >= 0}
+        read = {number + kind for number in collectives for kind in range(kinds)}
+        assert max(read) < len(p.curve_points) - 1
+        assert not p.shares or not read & {number for number in p.term_curve if number not in collectives}
+
+
 def test_two_changes_are_made_together_where_no_single_one_helps():
     """The error limit is used up: one bucket must lose less for another to lose more."""
     workload, where = matrices(900_000, 1_000_000, backward_us=9_000.0), cluster(2, 1, "300mbit")
