@@ -26,10 +26,19 @@ Expression = Any
 """SymPy expression whose value is requested."""
 
 
+_CACHED_METHODS = [method for method in vars(ShapeEnv).values() if hasattr(method, "cache_clear")]
+"""Methods whose caches, one for all environments, keep the environments and fakes of earlier traces alive."""
+
+
 class AskingShapes(ShapeEnv):
-    """Shape environment that gets data-dependent values from `ask`, and raises if `ask` returns None."""
+    """Shape environment that gets data-dependent values from `ask`, and raises if `ask` returns None.
+
+    A new one frees those of earlier traces that nothing else uses.
+    """
 
     def __init__(self, ask: Callable[[Expression], Any]):
+        for method in _CACHED_METHODS:
+            method.cache_clear()
         # Equal sizes get separate symbols, which tracing compares when needed.
         super().__init__(duck_shape=False)
         self._ask = ask

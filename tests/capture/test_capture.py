@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +104,19 @@ def test_symbolic_sizes_are_guarded_by_what_tracing_assumed(name: str, dimension
     assert fits == [True, True, True, True, False]
     uneven = [job.batch(1, length=5)[0], job.batch(1, length=6)[1]]
     assert not guard(uneven)
+
+
+def test_a_capture_frees_the_symbols_of_one_that_is_gone():
+    job, varying = JOBS["mlp"], frozenset([0])
+
+    def symbols_of_a_capture() -> weakref.ref[Any]:
+        step = captured(job.build(), job.batch(0, length=5), varying={0: varying, 1: varying})
+        return weakref.ref(next(iter(step.graph.graph.nodes)).meta["val"].fake_mode.shape_env)
+
+    gone, _ = symbols_of_a_capture(), captured(job.build(), job.batch(0))
+    for _ in range(2):  # tensors that C++ holds are freed by the second
+        gc.collect()
+    assert gone() is None
 
 
 def test_a_capture_without_symbols_has_no_guard_that_lets_others_in():
