@@ -31,11 +31,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hostile.kinds import CachedTables, Clusters, CostTables, ErrorTables, Kind, Logs, Plans, Reports
+from hostile.states import States
 from records import Records, options, show_progress, table
 
 from fxcomp.errors import FxcompError
 
-KINDS: tuple[type[Kind], ...] = (Plans, CostTables, CachedTables, Clusters, ErrorTables, Logs, Reports)
+KINDS: tuple[type[Kind], ...] = (Plans, CostTables, States, CachedTables, Clusters, ErrorTables, Logs, Reports)
 
 SLOW_S, HANGS_S = 2.0, 20.0
 FULL_SHARE = 0.01
@@ -90,6 +91,9 @@ class Trial:
         self.kind, self.tally = kind, Tally(kind.name)
         self._path = folder / f"file{kind.suffix}"
         self._seen: set[str] = set()
+        for sample in kind.samples:  # is valid; and the first use fills caches
+            self._path.write_bytes(kind.write(sample))
+            kind.use(kind.read(self._path), fully=True)
 
     def run(self, number: int) -> BaseException | None:
         """Run one mutation; return the error of a finding."""
@@ -207,12 +211,19 @@ def main() -> int:
             trial.tally.seconds = time.perf_counter() - began
             show_progress("")
             tallies.append(trial.tally)
-            records.add(trial.tally.record(), *({"finding": kind.name, **asdict(f)} for f in trial.tally.findings.values()))
+            records.add(
+                trial.tally.record(), *({"finding": kind.name, **asdict(f)} for f in trial.tally.findings.values())
+            )
             for found in trial.tally.findings.values():
                 print(json.dumps(asdict(found)), flush=True)
     rows = [(t.kind, t.mutations, t.record()["findings"], len(t.findings), sum(t.refused.values()), t.accepted,
              t.used_in_full, f"{t.seconds:.0f}", f"{t.slowest_s:.2f}", f"{t.most_mb:.0f}") for t in tallies]  # fmt: skip
-    print(table("kind | mutations > | findings > | places > | refused > | accepted > | in full > | s > | slowest s > | MB >", rows))
+    print(
+        table(
+            "kind | mutations > | findings > | places > | refused > | accepted > | in full > | s > | slowest s > | MB >",
+            rows,
+        )
+    )
     return int(any(tally.findings for tally in tallies))
 
 

@@ -42,7 +42,6 @@ from fxcomp.report.terminal import print_sections
 from fxcomp.search.choose import choose, predict_us
 from fxcomp.search.question import Terms
 from fxcomp.search.workload import Gradient, Workload
-
 from hostile.mutate import mutated, resealed, torn
 
 SHAPES = {"embed.weight": (40, 16), "fc.weight": (64, 32), "fc.bias": (64,), "out.weight": (10, 64), "out.bias": (10,)}
@@ -109,7 +108,9 @@ class Plans(Kind):
             "compress(sign)@gpu > all_gather@world > decompress@gpu",
         )
         sign, parts = Strategy.parse(strategies[5]), Strategy.parse(strategies[1])
-        small = Plan(tuple(Bucket((n,), (SIZES[n],), Strategy.parse(s)) for n, s in zip(SIZES, strategies, strict=False)))
+        small = Plan(
+            tuple(Bucket((n,), (SIZES[n],), Strategy.parse(s)) for n, s in zip(SIZES, strategies, strict=False))
+        )
         whole = Plan((Bucket(tuple(SIZES), tuple(SIZES.values()), Strategy.parse(strategies[3])),))
         cut = Plan(
             (
@@ -181,7 +182,9 @@ class CostTables(Kind):
             transport={reduce: TransportCost(10.0, 100.0)},
             processors=Processors(2.0, 1.0), contention=1.5, overlap_speed=0.8, feed_us=30.0,
         )  # fmt: skip
-        on_gpu = replace(table, copy_gb_per_s=10.0, processors=Processors(), threads=None, host_us=100.0, compute_error=0.1)
+        on_gpu = replace(
+            table, copy_gb_per_s=10.0, processors=Processors(), threads=None, host_us=100.0, compute_error=0.1
+        )
         return [table.to_json(), on_gpu.to_json(), CostTable().to_json()]
 
     def read(self, path: Path) -> CostTable | None:
@@ -314,13 +317,17 @@ class ErrorTables(Kind):
         return ErrorTable.load(path)
 
     def use(self, read: ErrorTable, *, fully: bool) -> None:
-        for compressor in map(parse_compressor, ("int4", "topk(0.02)", "sidco(0.01)", "powersgd(2)", "powersgd(3)", "cmax(8)")):
+        for compressor in map(
+            parse_compressor, ("int4", "topk(0.02)", "sidco(0.01)", "powersgd(2)", "powersgd(3)", "cmax(8)")
+        ):
             check(*read.errors_of(list(SIZES), compressor, 4), of=f"the error of {compressor}")
         check(*(read.squares_of(name, size) for name, size in SIZES.items()), read.mean_square, of="a square")
         check(read.looks, of="a count")
         if fully:
             for within in ("like(topk(0.01))", 0.05):
-                terms = Terms.of(Compress(within=within, measured=True) if isinstance(within, float) else _like(), 1.0, read)
+                terms = Terms.of(
+                    Compress(within=within, measured=True) if isinstance(within, float) else _like(), 1.0, read
+                )
                 choice = choose(WORKLOAD, CostTable(), CLUSTER, terms)
                 check(choice.step_us, choice.dense_us, choice.error, of="a choice")
             with tempfile.TemporaryDirectory() as folder:
@@ -341,7 +348,13 @@ class Logs(Kind):
     @cached_property
     def samples(self) -> Sequence[Any]:
         def line(k: int) -> dict[str, Any]:
-            more = {"sent_mb": 0.6, "residual_norm": 0.1 * k, "step_ms": 12.0, "exposed_ms": 1.5, "plan": f"5f0c{k // 20}"}
+            more = {
+                "sent_mb": 0.6,
+                "residual_norm": 0.1 * k,
+                "step_ms": 12.0,
+                "exposed_ms": 1.5,
+                "plan": f"5f0c{k // 20}",
+            }
             return {"step": k, "loss": 2.3 / (k + 1), "seconds": 0.1 * k} | more
 
         return [[line(k) for k in range(count)] for count in (3, 40)]

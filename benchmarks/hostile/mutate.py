@@ -38,7 +38,9 @@ OTHERS = (True, False, None, [], {}, [[]], [None], {"": None}, {"x": 1}, [1], ["
 
 
 def nasty(draw: Random) -> Any:
-    return copy.deepcopy(draw.choice((draw.choice(NUMBERS), draw.choice(NUMBERS), draw.choice(TEXTS), draw.choice(OTHERS))))
+    return copy.deepcopy(
+        draw.choice((draw.choice(NUMBERS), draw.choice(NUMBERS), draw.choice(TEXTS), draw.choice(OTHERS)))
+    )
 
 
 # Bytes
@@ -131,7 +133,14 @@ def _text(holder: Any, key: Any, draw: Random, _: Any) -> bool:
     if not isinstance(value, str) or not value or len(value) > 10_000:
         return False
     at, size = draw.randrange(len(value)), draw.choice((1, 1, 2, 5))
-    pieces = ("", "", draw.choice(TEXTS), value[at : at + size] * 2, chr(draw.randrange(1, 0x3000)), str(draw.choice(NUMBERS)))
+    pieces = (
+        "",
+        "",
+        draw.choice(TEXTS),
+        value[at : at + size] * 2,
+        chr(draw.randrange(1, 0x3000)),
+        str(draw.choice(NUMBERS)),
+    )
     holder[key] = value[:at] + draw.choice(pieces) + value[at + size :]
     return True
 
@@ -188,14 +197,16 @@ def _nest(holder: Any, key: Any, draw: Random, _: Any) -> bool:
     deep: Any = value
     for _ in range(50):
         deep = [deep]
-    inner = next(iter(value.values()), None) if isinstance(value, dict) else value[:1] if isinstance(value, list) else value
+    inner = (
+        next(iter(value.values()), None) if isinstance(value, dict) else value[:1] if isinstance(value, list) else value
+    )
     holder[key] = draw.choice(([value], {"x": value}, {"": [value]}, deep, inner, [value, value]))
     return True
 
 
 def _swap(holder: Any, key: Any, draw: Random, places: Any) -> bool:
     there, other, _ = draw.choice(places)
-    if not isinstance(there, dict | list) or there is holder and other == key:
+    if not isinstance(there, dict | list) or (there is holder and other == key):
         return False
     mine, theirs = copy.deepcopy(holder[key]), copy.deepcopy(_value((there, other, ())))
     holder[key] = theirs
@@ -218,7 +229,7 @@ def _with(number: float) -> Callable[[Tensor, Random], Tensor]:
         found = value.clone()
         if found.numel() and found.layout is torch.strided and not (found.dtype is torch.uint8 and number != 0):
             is_whole = not found.is_floating_point()
-            found.view(-1)[draw.randrange(found.numel())] = (2**31 - 1 if is_whole else number)
+            found.view(-1)[draw.randrange(found.numel())] = 2**31 - 1 if is_whole else number
         return found
 
     return change

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from fxcomp.errors import BadOption
@@ -114,10 +114,20 @@ def record(make: Callable[..., T], **readers: Reader[Any]) -> Reader[T]:
     return read
 
 
+def known(readers: Mapping[str, Reader[Any]]) -> Reader[dict[str, Any]]:
+    """Return a reader of objects that may have these entries. Others are ignored."""
+
+    def read(value: Any, place: str) -> dict[str, Any]:
+        entries = _object(value, place)
+        return {name: readers[name](one, _inside(place, name)) for name, one in entries if name in readers}
+
+    return read
+
+
 def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise wrong(place, "an object", value)
-    return list(cast("dict[Any, Any]", value).items())
+    return list(cast("Mapping[Any, Any]", value).items())
 
 
 # Errors

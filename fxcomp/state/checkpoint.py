@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from torch import Tensor
 
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
-
-PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
-"""Keys of a saved state: the current plan, the loss scale of residuals, and the states of default random generators."""
+from fxcomp.state.fields import GENERATORS, PLAN, check_state
 
 NOTHING_YET = "nothing yet"
 """Only key of a state saved before any gradient. An empty state would make in-place loading ignore the checkpoint."""
@@ -75,16 +72,16 @@ def _below(place: str, key: Any) -> str:
 def states_of(given: Any) -> list[Any]:
     """Return the states in `given`: a state, tensors of `to_tensors`, or a list of either.
 
-    Raises BadState if tensors are missing.
+    Raises BadState if tensors are missing, or a field of a state is missing or impossible.
     """
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):
         is_list = isinstance(given, list | tuple)
-        return [state for each in _listed(given) for state in states_of(each)] if is_list else [given]
+        return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
     ranks = saved_ranks(_names(given))
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
-    return [state for state in states if NOTHING_YET not in state]
+    return [check_state(state) for state in states if NOTHING_YET not in state]
 
 
 def _names(given: Any) -> list[str]:
@@ -101,7 +98,7 @@ def _state(tensors: Any, rank: int) -> Any:
     try:
         text = bytes(tensors[f"rank{rank}.about"].cpu().tolist())
         return _with_tensors(json.loads(text), tensors, rank)
-    except (KeyError, ValueError, AttributeError, TypeError) as error:
+    except (KeyError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise BadState(
             f"the checkpoint of rank {rank} is not whole: {type(error).__name__}: {error}.\n"
             "  Load all tensors that step.checkpoint() returned there."
@@ -124,13 +121,7 @@ def saved_plan(saved: Any) -> Plan | None:
 
     Returns None if the state has no plan. Raises BadState if `saved` is not a state.
     """
-    states = states_of(saved)
-    if not all(isinstance(state, Mapping) for state in states):
-        raise BadState(
-            f"this is not a saved state; it is a {type(saved).__name__}.\n"
-            "  Read the file first, with torch.load, load_file or fxcomp.read_checkpoint."
-        )
-    plans: list[Any] = [state[PLAN] for state in states if PLAN in state]
+    plans: list[Any] = [state[PLAN] for state in states_of(saved) if PLAN in state]
     return Plan.from_json(plans[0]) if plans else None
 
 
@@ -146,11 +137,6 @@ def read_checkpoint(
     state is read once. Pass the result, empty if there is no such state, to `load_state_dict`. Ranks do not
     communicate. Raises BadState if the folder has no checkpoint with the key `under`.
     """
-    # imported here because it takes 0.3 s
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
-
     if not isinstance(folder, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadState(f"read_checkpoint takes the path of a folder; it is a {type(folder).__name__}")
     if not (Path(folder) / ".metadata").is_file():
@@ -161,26 +147,19 @@ def read_checkpoint(
     in_group = dist.is_initialized()
     rank = (dist.get_rank() if in_group else 0) if rank is None else rank
     ranks = (dist.get_world_size() if in_group else 1) if ranks is None else ranks
-    kept = FileSystemReader(folder).read_metadata().state_dict_metadata
-    names = [name.removeprefix(f"{under}.") for name in kept if name.startswith(f"{under}.")]
+    from fxcomp.compat.checkpoints import FolderReader  # imported here because it takes 0.3 s
+
+    reader = FolderReader(folder)
+    names = [name.removeprefix(f"{under}.") for name in reader.names if name.startswith(f"{under}.")]
     savers = saved_ranks(names)
     if not savers:
-        parts = ", ".join(sorted({repr(name.split(".")[0]) for name in kept}))
+        parts = ", ".join(sorted({repr(name.split(".")[0]) for name in reader.names}))
         raise BadState(
             f"the checkpoint in {str(folder)!r} holds no state of a step under {under!r}; it holds {parts}.\n"
             f"  Save it with {{{under!r}: step.checkpoint(), ...}}."
         )
     mine = {f"rank{saver}" for saver in savers if saver % ranks == rank}
-    room: dict[str, Tensor] = {}
-    for name in names:
-        about = kept[f"{under}.{name}"]
-        if name.split(".")[0] in mine and isinstance(about, TensorStorageMetadata):
-            room[name] = torch.empty(about.size, dtype=about.properties.dtype)
-    with warnings.catch_warnings():  # DCP warns of `no_dist`
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        if room:
-            load({under: room}, checkpoint_id=folder, no_dist=True)
-    return room
+    return reader.read(under, [name for name in names if name.split(".")[0] in mine])
 
 
 # Random generators

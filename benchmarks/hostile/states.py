@@ -1,0 +1,256 @@
+"""Saved states: mutated, read with `torch.load(weights_only=True)`, and loaded into live steps of two imagined ranks.
+
+body      a file of torch.save, its bytes changed
+state     the object of state_dict()
+tensors   the tensors of checkpoint(), with `about`, the state as JSON
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW
+
+import fxcomp
+from fxcomp.errors import FxcompError
+from fxcomp.plan.plan import Bucket, Plan
+from fxcomp.plan.strategy import DENSE, Strategy
+from fxcomp.state.checkpoint import to_tensors
+from fxcomp.step.compiled_step import CompiledStep
+from hostile.kinds import Kind, Unfit
+from hostile.mutate import mutated, text_of, torn
+from hostile.pair import ANSWERS, batch, compiled, join
+
+_CHECKED_SHARE = 0.02
+"""Share of the refusals after which the good state is loaded and compared, besides the first of each kind of change."""
+
+_OFF = fxcomp.Checks(verify="never", race="off")
+_ALL = "compress({0})@gpu > all_gather@world > decompress@gpu"
+
+
+def _several() -> Plan:
+    low_rank = (
+        "propose(powersgd(1))@gpu > all_reduce@world > compress(powersgd(1))@gpu > all_reduce@world > decompress@gpu"
+    )
+    shots = "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world > decompress@gpu"
+    return Plan(
+        (
+            Bucket(("head.bias", "head.weight"), (3, 24), Strategy.parse(shots)),
+            Bucket(("body.bias",), (8,), DENSE),
+            Bucket(("body.weight",), (48,), Strategy.parse(low_rank)),
+        )
+    )
+
+
+def _random() -> Plan:
+    drawn = Strategy.parse(_ALL.format("int8(stochastic=true)"))
+    return Plan((Bucket(("head.bias", "head.weight", "body.bias", "body.weight"), (3, 24, 8, 48), drawn),))
+
+
+def _momenta() -> Plan:
+    sign = Strategy.parse(_ALL.format("sign"))
+    return Plan(
+        (Bucket(("head.weight", "body.weight"), (24, 48), sign), Bucket(("head.bias", "body.bias"), (3, 8), DENSE))
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step, and the numbers of steps after which its state is saved."""
+
+    make: Callable[[], CompiledStep]
+    saved_after: tuple[int, ...] = (3,)
+    loads_fresh: bool = False
+    """True if states are loaded before the first step, into a step of their own."""
+
+
+def _sgd(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _adam(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=1e-3)
+
+
+def _at_momenta() -> CompiledStep:
+    warm = fxcomp.Warmup(int8_steps=3)
+    return compiled(_adam, compress=fxcomp.Compress(plan=_momenta().at_momenta(), warmup=warm), checks=_OFF)
+
+
+JOBS: Mapping[str, Job] = {
+    "several": Job(lambda: compiled(_sgd, compress=_several(), checks=_OFF)),
+    "random": Job(lambda: compiled(_adam, compress=_random(), checks=_OFF)),
+    "warm-up": Job(
+        lambda: compiled(
+            _sgd, compress=fxcomp.Compress(plan=_random(), warmup=fxcomp.Warmup(int8_steps=4)), checks=_OFF
+        ),
+        (2, 6),
+    ),
+    "momenta": Job(_at_momenta, (2, 6)),
+}
+
+
+class Live:
+    """A live step, its good states, and what it does next from each of them."""
+
+    def __init__(self, job: Job) -> None:
+        self.step = job.make()
+        self.states: list[dict[str, Any]] = []
+        self.kept: list[Any] = []
+        self.next: list[list[bytes]] = []
+        for number in range(max(job.saved_after)):
+            self.step(batch(number))
+            if number + 1 in job.saved_after:
+                self.states.append(copy.deepcopy(self.step.state_dict()))
+                self.kept.append(self._copied())
+        for number in range(len(self.states)):
+            self.next.append(self.goes_on(number))
+
+    def _copied(self) -> Any:
+        training = self.step.training
+        return copy.deepcopy((training.model.state_dict(), [each.state_dict() for each in training.optimizers]))
+
+    def restore(self, number: int) -> None:
+        """Load a good state: the model's, the optimizer's and the step's."""
+        training = self.step.training
+        model, optimizers = copy.deepcopy(self.kept[number])
+        training.model.load_state_dict(model)
+        for each, state in zip(training.optimizers, optimizers, strict=True):
+            each.load_state_dict(state)
+        self.step.load_state_dict(copy.deepcopy(self.states[number]))
+
+    def goes_on(self, number: int) -> list[bytes]:
+        """Return the bits of everything after two steps from a good state."""
+        self.restore(number)
+        for later in range(2):
+            self.step(batch(100 + later))
+        saved = to_tensors(self.step.state_dict())
+        tensors = {**self.step.training.model.state_dict(), **saved}
+        return [value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for value in tensors.values()]
+
+
+class States(Kind):
+    name, suffix = "state", ".pt"
+    mutations = 100_000
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._draw, self._change = Random(0), ""
+
+    @cached_property
+    def lives(self) -> list[Live]:
+        join()
+        ANSWERS["comparing"] = lambda facts: [[1, *fact[1:]] for fact in facts[:1]]
+        return [Live(job) for job in JOBS.values()]
+
+    @cached_property
+    def samples(self) -> Sequence[Any]:
+        """Pairs of a live step's number and the object to load."""
+        found: list[tuple[int, int, Any]] = []
+        for where, live in enumerate(self.lives):
+            for number, state in enumerate(live.states):
+                other = {**copy.deepcopy(state), "rank": 2, "ranks": 3}
+                owed = {**state, "owed": {"head.bias": torch.ones(3)}}
+                found += [(where, number, each) for each in (state, owed, [{**state, "ranks": 3}, other])]
+                found.append((where, number, to_tensors({**state, "generators": {"cpu": torch.get_rng_state()}})))
+        return found
+
+    def write(self, data: Any) -> bytes:
+        self._aimed = data[:2]
+        file = io.BytesIO()
+        torch.save(data, file)
+        return file.getvalue()
+
+    def mutation(self, draw: Random) -> tuple[bytes, str]:
+        where, number, sample = draw.choice(self.samples)
+        is_tensors = isinstance(sample, dict) and "rank0.about" in sample
+        chance = draw.random()
+        try:
+            if chance < 0.25:
+                raw, change = torn(self.write((where, number, sample)), draw)
+            elif is_tensors and chance < 0.9:
+                text = bytes(sample["rank0.about"].tolist())
+                if chance < 0.6:
+                    text, change = torn(text, draw)
+                else:
+                    data, change = mutated(json.loads(text), draw)
+                    text = text_of(data).encode("utf-8", "surrogatepass")
+                about = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
+                raw = self.write((where, number, {**sample, "rank0.about": about}))
+            else:
+                data, change = mutated(sample, draw)
+                raw = self.write((where, number, data))
+        except (RuntimeError, RecursionError, OverflowError, pickle.PicklingError, NotImplementedError):
+            return self.mutation(draw)  # torch cannot save it
+        self._draw, self._change = draw, change
+        return raw, f"{where}.{number} {change}"
+
+    def read(self, path: Path) -> Any:
+        try:
+            *_, given = torch.load(path, weights_only=True)
+        except Exception as error:
+            raise RefusedByTorch(str(error)) from None
+        where, number = self._aimed
+        live = self.lives[where]
+        try:
+            live.step.load_state_dict(given)
+        except FxcompError:
+            if self._draw.random() < _CHECKED_SHARE or self._change not in self._seen:
+                self._check(live, number)
+            self._seen.add(self._change)
+            raise
+        return live, number, given
+
+    def _check(self, live: Live, number: int) -> None:
+        if live.goes_on(number) != live.next[number]:
+            raise Unfit("the good state does not go on as before")
+
+    def use(self, read: Any, *, fully: bool) -> None:
+        live, number, given = read
+        step = live.step
+        values = list(_tensors(given))
+        try:
+            saved = step.state_dict()
+            to_tensors(saved)
+            json.dumps(step.metrics())
+            loss = step(batch(200))
+            step.explain().encode()
+            repr(step).encode()
+            if not loss.isfinite() or step.steps < 0:
+                raise Unfit(f"the loss is {loss}")
+            step(batch(201))
+            after = torch.cat([p.detach().reshape(-1) for p in step.training.model.parameters()])
+            if (
+                all(bool(v.isfinite().all()) and bool((v.abs() < 1e4).all()) for v in values)
+                and not after.isfinite().all()
+            ):
+                raise Unfit("parameters are not finite")
+        finally:
+            self._check(live, number)
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, dict):
+        for held in value.values():
+            yield from _tensors(held)
+    elif isinstance(value, list | tuple):
+        for held in value:
+            yield from _tensors(held)
+
+
+class RefusedByTorch(FxcompError):
+    """torch.load refuses the file."""
