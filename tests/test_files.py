@@ -7,7 +7,10 @@ import errno
 import json
 import os
 import stat
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ import pytest
 
 import fxcomp
 from fxcomp.cost.table import CostTable
+from fxcomp.cost.table_cache import load_table
 from fxcomp.error_tables import ErrorTable
+from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE
 
@@ -23,7 +28,7 @@ PACKAGE = Path(fxcomp.__file__).parent
 
 ELSEWHERE = {
     "__main__.py": 1,  # the null device
-    "compat/machine.py": 4,  # write_atomically, and a lock file
+    "compat/files.py": 5,  # write_atomically, and a lock file
     "commands/bisect/rank.py": 2,  # a temporary folder of one command
 }
 """Number of places that open a file for writing, by module."""
@@ -75,6 +80,70 @@ SAVED: dict[str, Callable[[Path], None]] = {
     "costs": lambda path: CostTable().save(path),
     "errors": lambda path: ErrorTable({}).save(path),
 }
+
+
+LOADED: dict[str, Callable[[Path], Any]] = {"plan": Plan.load, "costs": CostTable.read, "errors": ErrorTable.load}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_damaged_file_is_refused_and_the_one_before_it_offered(kind: str, tmp_path: Path):
+    path = tmp_path / "saved.json"
+    SAVED[kind](path)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data))  # the format does not matter
+    assert LOADED[kind](path)
+    for text in (path.read_text().replace('"version"', '"versiom"'), path.read_text()[:-9], ""):
+        path.write_text(text)
+        with pytest.raises(FxcompError, match=r"saved\.json: it is (damaged|not JSON)") as found:
+            LOADED[kind](path)
+        assert "file before" not in str(found.value)
+    SAVED[kind](path)
+    SAVED[kind](path)
+    assert LOADED[kind](Path(f"{path}~"))
+    path.write_text("half")
+    with pytest.raises(FxcompError, match=r"(?s)it is not JSON.*The file before it is .*saved\.json~"):
+        LOADED[kind](path)
+
+
+def test_a_file_edited_or_written_by_hand_needs_no_checksum(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    path.write_text(path.read_text().replace('"a"', '"b"'))
+    with pytest.raises(BadPlan, match=r'checksum is wrong\.\n  If you edited it, remove "checksum" from it'):
+        Plan.load(path)
+    edited = json.loads(path.read_text())
+    del edited["checksum"]
+    path.write_text(json.dumps(edited))
+    assert Plan.load(path).buckets[0].names == ("b",)
+
+
+def test_jobs_that_share_a_cache_never_read_half_a_table(tmp_path: Path):
+    tables = [CostTable(), replace(CostTable(), hardware="another " * 10_000)]
+    path = tmp_path / "costs.json"
+    tables[0].save(path)
+
+    def write(table: CostTable) -> None:
+        for _ in range(20):
+            table.save(path)
+
+    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
+        warnings.simplefilter("error")  # an unreadable table is renamed with a warning
+        writing = [pool.submit(write, table) for table in tables]
+        while not all(each.done() for each in writing):
+            assert load_table(path) in tables
+        assert [each.result() for each in writing] == [None, None]
+    assert {each.name for each in tmp_path.iterdir()} == {"costs.json", "costs.json~"}
+
+
+def test_what_a_killed_writer_left_is_deleted_after_an_hour(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    left, writing, another = (tmp_path / name for name in (".plan.json.a.tmp", ".plan.json.b.tmp", ".other.json.c.tmp"))
+    for each in (left, writing, another):
+        each.touch()
+    for each in (left, another):
+        os.utime(each, (0, 0))
+    PLAN.save(path)
+    assert {*tmp_path.iterdir()} == {path, writing, another}
 
 
 @pytest.mark.parametrize("kind", SAVED)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
+from fxcomp import compat
 from fxcomp.errors import BadPlan, FxcompError
 from fxcomp.report.plan_diff import PlanFile, diff_plans, headline, sections_of
 from fxcomp.report.terminal import print_sections
@@ -37,10 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(path: str) -> PlanFile:
     try:
-        return PlanFile.from_json(json.loads(Path(path).read_text()))
+        return PlanFile.from_json(compat.read_json(path))
     except OSError as error:
         raise BadPlan(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError, FxcompError) as error:  # no text, no JSON, or no plan
+    except (ValueError, FxcompError) as error:
         raise BadPlan(
             f"cannot read {path} as a plan: {error}\n"
             "  Write one with fxcomp explain JOB --save-plan FILE, or fxcomp explain JOB --json > FILE."

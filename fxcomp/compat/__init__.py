@@ -9,7 +9,7 @@
 - groups: process groups.
 - streams: asynchronous devices.
 - structured: torch's structured trace.
-- source_lines, machine: the user's line, the machine, atomic writes.
+- source_lines, machine, files: the user's line, the machine, atomic writes.
 """
 
 # ruff: noqa: F401, I001
@@ -29,6 +29,9 @@ from fxcomp.compat.dynamo import (
     standalone_compile, suppresses_errors, uncompiled, why_not_compiled, will_accumulate,
     will_run_backward,
 )
+from fxcomp.compat.files import (
+    CHECKSUM, alone_on_this_machine, cache_directory, checksum, read_json, save_json, sealed, write_atomically,
+)
 from fxcomp.compat.fsdp import (
     GradBucket, Scatter, ShardedModule, at_end_of_backward, finds_unused,
     group_ranks, largest, local_part, sharded_modules, wrapper_of,
@@ -40,9 +43,8 @@ from fxcomp.compat.groups import (
     new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
 )
 from fxcomp.compat.machine import (
-    OUT_OF_MEMORY, alone_on_this_machine, cache_directory, forget_freed_memory, host_name, is_accelerator,
+    OUT_OF_MEMORY, forget_freed_memory, host_name, is_accelerator,
     machine_name, processor_name, processor_quota, processors, spare_bytes, synchronize, usable_processors,
-    write_atomically,
 )
 from fxcomp.compat.modes import (
     attention_order, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,

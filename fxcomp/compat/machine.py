@@ -1,96 +1,17 @@
-"""Names, processors and memory of the machine, and atomic file writes."""
+"""Names, processors and memory of the machine."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import math
 import os
 import platform
 import socket
-import stat
-import tempfile
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from fxcomp.compat.streams import streams_of
-
-
-def cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fxcomp"
-
-
-@contextmanager
-def alone_on_this_machine(path: Path | None) -> Generator[None]:
-    """Hold an exclusive file lock; do nothing without a path or if locking fails.
-
-    The system releases the lock of a process that dies.
-    """
-    with ExitStack() as stack:
-        with suppress(OSError):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(path.open("w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # forked processes share the open file
-        yield
-
-
-def write_atomically(path: Path, text: str, *, makes_folder: bool = True) -> None:
-    """Replace a file atomically, also with concurrent writers. Links are followed, and the file keeps its mode.
-
-    Pipes and devices are written directly, and so is a file that cannot be replaced, such as a mounted one.
-    """
-    if (path.exists() and not path.is_file()) or str(path.absolute()).startswith(_DESCRIPTORS):
-        path.write_text(text)
-        return
-    place = Path(os.path.realpath(path))
-    if makes_folder:
-        place.parent.mkdir(parents=True, exist_ok=True)
-    mode = 0o666 & ~_umask()
-    if place.exists():
-        mode = stat.S_IMODE(place.stat().st_mode)
-        if not os.access(place, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    try:
-        _replace(place, text, mode)
-    except OSError as error:
-        if error.errno not in _NOT_REPLACED:
-            raise
-        place.write_text(text)
-
-
-_DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
-"""Names of open files, which others write too."""
-
-_NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
-"""Errors of a folder that forbids new files, and of mounted files."""
-
-
-def _replace(place: Path, text: str, mode: int) -> None:
-    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=".fxcomp-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file under the new name
-        os.chmod(temporary, mode)
-        os.replace(temporary, place)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    """Return the umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
 
 # Names
 

@@ -114,16 +114,6 @@ def record(make: Callable[..., T], **readers: Reader[Any]) -> Reader[T]:
     return read
 
 
-def known(readers: Mapping[str, Reader[Any]]) -> Reader[dict[str, Any]]:
-    """Return a reader of objects that may have these entries. Others are ignored."""
-
-    def read(value: Any, place: str) -> dict[str, Any]:
-        entries = _object(value, place)
-        return {name: readers[name](one, _inside(place, name)) for name, one in entries if name in readers}
-
-    return read
-
-
 def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
     if not isinstance(value, Mapping):
         raise wrong(place, "an object", value)

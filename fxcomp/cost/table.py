@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -234,16 +233,16 @@ class CostTable:
 
     def save(self, path: str | Path) -> None:
         """Write the table to `path` atomically, because several ranks may use it."""
-        compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n")
+        compat.save_json(path, self.to_json())
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
         """Read the table at `path`. Raise BadOption if the file is missing or wrong."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
+            return cls.from_json(compat.read_json(path))
         except BadOption as error:
             raise BadOption(f"cannot read the cost table {path}: {error}") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise BadOption(
                 f"cannot read the cost table {path}: {error}.\n  fxcomp calibrate -o FILE writes one."
             ) from None

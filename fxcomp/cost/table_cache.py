@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import warnings
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
+from fxcomp import compat
 from fxcomp.cost.table import VERSION, CostTable
 
 
 def load_table(path: str | Path) -> CostTable | None:
-    """Return a saved table; None if missing or unreadable. Rename an unreadable file, with a warning."""
-    path = Path(path)
+    """Return a saved table; None if missing or, with a warning, unreadable. The next table's writer keeps it as `path~`."""
     try:
-        return CostTable.from_json(json.loads(path.read_text()))
+        return CostTable.from_json(compat.read_json(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        kept = _set_aside(path)
-        warnings.warn(f"cannot read the cost table {path}: {error}; kept as {kept}, measuring again", stacklevel=2)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"cannot read the cost table {path}, measuring again: {error}", stacklevel=2)
         return None
 
 
@@ -40,19 +36,5 @@ def cached_table(hardware: str, versions: str, complete: Callable[[CostTable | N
 
 
 def cache_path(hardware: str, versions: str) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = hashlib.sha256(f"{hardware}\n{versions}\ntable {VERSION}".encode()).hexdigest()[:16]
-    return Path(home) / "fxcomp" / f"costs-{key}.json"
-
-
-def _set_aside(path: Path) -> Path:
-    kept = path.with_name(path.name + ".corrupt")
-    for attempt in count(2):
-        if not kept.exists():
-            break
-        kept = path.with_name(f"{path.name}.corrupt.{attempt}")
-    try:
-        path.rename(kept)
-    except OSError:  # renamed by another rank, or read-only folder
-        return path
-    return kept
+    return compat.cache_directory() / f"costs-{key}.json"

@@ -16,7 +16,6 @@ no samples, the error on Gaussian values is assumed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -122,13 +121,13 @@ class ErrorTable:
     def save(self, path: str | Path) -> None:
         """Write the table for the option `--errors` of `fxcomp explain`."""
         data = {"version": VERSION, "rows": {name: asdict(row) for name, row in self.rows.items()}}
-        compat.write_atomically(Path(path), json.dumps(data, indent=1) + "\n", makes_folder=False)
+        compat.save_json(path, data, makes_folder=False)
 
     @classmethod
     def load(cls, path: str | Path) -> ErrorTable:
         """Read a saved table, with invalid numbers repaired. Raises BadOption naming the file."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = compat.read_json(path)
             if data["version"] != VERSION:
                 raise ValueError(f"it has version {data['version']!r}, and this fxcomp reads version {VERSION}")
             return cls(_legal({str(name): _row_of(name, row) for name, row in data["rows"].items()}))

@@ -31,6 +31,7 @@ from fxcomp.runtime.members import Members
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.site import Site
+from fxcomp.state.checkpoint import sealed, states_of
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.saved_state import Given
 from fxcomp.step.executor import Executor
@@ -147,13 +148,13 @@ class CompiledModel:
                 "  They are lost in a restart. To keep them, save after a backward pass that trains them.",
                 stacklevel=2,
             )
-        return self.follower.state_dict(self.follower.now, self.plan, self.passes)
+        return sealed(self.follower.state_dict(self.follower.now, self.plan, self.passes))
 
     def load_state_dict(self, state: Given) -> None:
-        """Restore a result of `state_dict`. Must run on every rank."""
+        """Restore a result of `state_dict`, or several. Must run on every rank."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
-            self.follower.load(state)
+            self.follower.load(self.site.ranks.attempt("reading a checkpoint", lambda: states_of(state)))
             self.runtime.gradients.owed = self.state.owed
 
     # Running

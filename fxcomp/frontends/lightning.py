@@ -18,12 +18,14 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadOption, FxcompError
 from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
@@ -172,13 +174,11 @@ class _Files:
         held = io.BytesIO()
         torch.save(dict(tensors), held)
         place = FILE.format(checkpoint=self._place, rank=rank)
-        self._system.makedirs(self._place.rpartition("/")[0], exist_ok=True)
-        if not self._is_local:  # other file systems only show complete files
+        if self._is_local:
+            compat.write_atomically(Path(place), held.getvalue())
+        else:  # other file systems only show complete files
+            self._system.makedirs(self._place.rpartition("/")[0], exist_ok=True)
             self._system.pipe_file(place, held.getvalue())
-            return
-        unfinished = f"{place}.part"
-        self._system.pipe_file(unfinished, held.getvalue())
-        os.replace(unfinished, place)
 
     def read(self, rank: int) -> dict[str, Tensor]:
         with self._system.open(self.of_ranks()[rank], "rb") as file:

@@ -11,7 +11,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.plan.plan import Plan
-from fxcomp.state.checkpoint import NOTHING_YET, states_of, to_tensors
+from fxcomp.state.checkpoint import NOTHING_YET, sealed, states_of, to_tensors
 from fxcomp.state.saved_state import Given, states_given
 
 
@@ -71,7 +71,7 @@ class PlannedAverage:
         """
         waiting = states_given(self._given)
         saved = dict(waiting[0]) if len(waiting) == 1 else {} if self._job is None else self._job.state_dict()
-        return saved or {NOTHING_YET: True}
+        return sealed(saved) if saved else {NOTHING_YET: True}
 
     def checkpoint(self) -> dict[str, Tensor]:
         """Return this rank's state as plain tensors, under names that are unique among ranks.

@@ -316,16 +316,16 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`."""
-        compat.write_atomically(Path(path), json.dumps(self.to_json(), indent=1) + "\n", makes_folder=False)
+        compat.save_json(path, self.to_json(), makes_folder=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read the plan file `path`. Raise BadPlan."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
+            return cls.from_json(compat.read_json(path))
         except OSError as error:
             raise BadPlan(f"cannot read the plan {path}: {error.strerror}") from None
-        except (ValueError, RecursionError, FxcompError) as error:  # not text, not JSON, or not a plan
+        except (ValueError, FxcompError) as error:
             raise BadPlan(f"cannot read the plan {path}: {error}") from None
 
     def __str__(self) -> str:

@@ -58,7 +58,8 @@ class EarlierJobs:
         """Write a cost table, given as JSON data. File errors are ignored."""
         assert self.path is not None, "the step was looked for first"
         try:
-            compat.write_atomically(self.path, json.dumps({**costs, "date": date.today().isoformat()}))
+            data = compat.sealed({**costs, "date": date.today().isoformat()})
+            compat.write_atomically(self.path, json.dumps(data))
             oldest = sorted(self.path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_FILES]
             for path in oldest:
                 path.unlink(missing_ok=True)

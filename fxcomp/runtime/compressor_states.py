@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,7 +132,7 @@ class CompressorStates:
         saved: dict[str, list[dict[str, Any]]] = {}
         for part in self._parts:
             saved.setdefault(part.name, []).append(part.saved())
-        return {"compressors": saved, "compressor_layout": layout_of(saved)}
+        return {"compressors": saved}
 
     def take_back(self, states: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Load each part from the first matching state, and reset the other parts.
@@ -173,14 +172,3 @@ def _fresh(layout: StateLayout, seed: int) -> list[_PartState]:
             value = maker.fresh_state(part.length, key, layout.place)
             kept.append(_PartState(part, maker, layout.slot, layout.place, key, value))
     return kept
-
-
-def layout_of(saved: Mapping[str, Any]) -> str:
-    """Return a digest of the saved parts, without their values."""
-    rows = sorted(
-        (name, [str(part.get(key)) for key in _KEYS], part["state"].numel()) for name in saved for part in saved[name]
-    )
-    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-
-
-_KEYS = ("compressor", "size", "elements", "dtype", "slot", "start")

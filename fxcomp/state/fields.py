@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fxcomp.cluster.link import MOST_RANKS
-from fxcomp.cost.reading import FLAG, TEXT, Reader, keyed, known, listed, null_or, number, record, whole, wrong
+from fxcomp.cost.reading import FLAG, TEXT, Reader, keyed, listed, null_or, number, record, whole, wrong
 from fxcomp.errors import BadOption, BadState
 from fxcomp.plan.plan import Plan
-from fxcomp.runtime.compressor_states import layout_of
 
-VERSION = 3
+VERSION = 4
+"""Version of the format of saved states."""
 
 PLAN, SCALE, GENERATORS, CALENDAR = "followed plan", "scale of the loss", "generators", "calendar"
 """Keys of a saved state: the current plan, the loss scale of residuals, and the states of default random generators."""
@@ -103,13 +103,12 @@ _NEEDED: Mapping[str, Reader[Any]] = {
     "residuals": keyed(listed(_SLICE)),
     "owed": keyed(_values),
     "compressors": keyed(listed(_part)),
-    "compressor_layout": TEXT,
 }
 _OTHERS: Mapping[str, Reader[Any]] = {
     PLAN: lambda value, _: Plan.from_json(value),
     SCALE: number(_LEAST_SCALE, _MOST_SCALE),
     GENERATORS: keyed(_generator),
-    CALENDAR: known({"patience": whole(1), "patient_until": _COUNT, "begins": null_or(_COUNT), "is_settled": FLAG}),
+    CALENDAR: record(_entries, patience=whole(1), patient_until=_COUNT, begins=null_or(_COUNT), is_settled=FLAG),
     SHARD: listed(_COUNT),
     MOVED: listed(TEXT),
     THAWED: FLAG,
@@ -143,13 +142,13 @@ def check_state(given: Any) -> Mapping[str, Any]:
         )
     try:
         record(_entries, **_NEEDED)({name: state[name] for name in _NEEDED if name in state}, "")
-        known(_OTHERS)(state, "")
-        if state["compressor_layout"] != layout_of(state["compressors"]):
-            raise BadOption("compressors do not match their own layout: parts are missing or changed")
+        for name, reader in _OTHERS.items():
+            if name in state:
+                reader(state[name], name)
     except BadOption as error:
         raise BadState(f"the state is not whole: {error}.\n  Load a state as state_dict() returned it.") from None
     if state["rank"] >= state["ranks"]:
         raise BadState(f"the state is of rank {state['rank']} of {state['ranks']}: there is no such rank")
-    if (begins := state.get(CALENDAR, {}).get("begins") or 0) > state["steps"]:
+    if (begins := state.get(CALENDAR, {"begins": 0})["begins"] or 0) > state["steps"]:
         raise BadState(f"the state is of step {state['steps']}, and its warm-up begins later, at step {begins}")
     return state

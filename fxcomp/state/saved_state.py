@@ -5,7 +5,6 @@ Every rank saves its residuals as `Slice`s. All ranks load together. `hand_over`
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.compressor_states import CompressorStates
+from fxcomp.state.checkpoint import checksum_of_tensor
 from fxcomp.state.fields import PLAN, SCALE, VERSION
 from fxcomp.state.gradient_state import GradientState, share_memories
 from fxcomp.state.handover import Holding, Sharing, hand_over
@@ -249,13 +249,9 @@ def _restore_compressors(states: Sequence[Mapping[str, Any]], kept: CompressorSt
     """Load compressor states that match the plan. A rank that lacks a shared state receives another rank's."""
     reset = sharing.attempt("loading compressor states", lambda: kept.take_back(states))
     shared = kept.shared()
-    fingerprints = {label: _fingerprint(value) for label, value in shared.items() if label not in reset}
+    fingerprints = {label: checksum_of_tensor(value) for label, value in shared.items() if label not in reset}
     everyone = sharing.gather("comparing compressor states", fingerprints)
     check_shared_facts(dict(enumerate(everyone)))
     missing = share_memories(kept, reset, sharing)
     told = {label: found for label, found in reset.items() if label in missing}
     sharing.attempt("reporting lost compressor states", lambda: kept.tell(told))
-
-
-def _fingerprint(value: Tensor) -> str:
-    return hashlib.sha256(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -157,4 +157,4 @@ class Calendar:
         """
         self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):
-            setattr(self, name, value if saved is None else saved.get(name, value))
+            setattr(self, name, value if saved is None else saved[name])

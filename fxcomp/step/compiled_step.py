@@ -24,7 +24,7 @@ from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.step_report import StepReport
 from fxcomp.search.decision import PlanMove, Raced
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import generators, restore_generators, saved_plan, states_of, to_tensors
+from fxcomp.state.checkpoint import generators, restore_generators, saved_plan, sealed, states_of, to_tensors
 from fxcomp.state.fields import GENERATORS
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks
@@ -264,14 +264,14 @@ class CompiledStep:
         A job that loads the state before its first step follows the saved plan, unless plans raced when it was saved.
         """
         self._execution.group.check_is_over()
-        return self.in_force.state_dict(self.steps)
+        return sealed(self.in_force.state_dict(self.steps))
 
     def checkpoint(self) -> dict[str, Tensor]:
         """Return this rank's state as plain tensors, with names unique to the rank, for checkpoint libraries.
 
         The state includes the default random generators, restored by `load_state_dict` if the number of ranks is equal.
         """
-        return to_tensors({**self.state_dict(), GENERATORS: generators(self._site.device)})
+        return to_tensors(sealed({**self.state_dict(), GENERATORS: generators(self._site.device)}))
 
     def load_state_dict(self, state: Given) -> None:
         """Load a `state` from `state_dict` or `checkpoint`. Every rank calls it; a rank without a state passes None.

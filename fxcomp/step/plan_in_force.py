@@ -29,7 +29,7 @@ from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.momenta import Momenta, SavedMomenta, check_momenta
 from fxcomp.state.saved_state import Given, states_given
-from fxcomp.step.calendar import LASTS, Calendar
+from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
 from fxcomp.step.programs import CAPTURES, Programs
 
@@ -306,6 +306,5 @@ class PlanInForce:
 
 
 def _saved_calendar(given: Given, ranks: Ranks) -> Any:
-    calendars = (state[CALENDAR] for state in states_given(given) if CALENDAR in state)
-    own = next(({name: saved[name] for name in LASTS if name in saved} for saved in calendars), None)
+    own = next((state[CALENDAR] for state in states_given(given) if CALENDAR in state), None)
     return next((saved for saved in ranks.gather("the calendar", own) if saved is not None), None)

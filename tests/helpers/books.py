@@ -24,8 +24,8 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.compressor_states import CompressorStates
+from fxcomp.state.checkpoint import sealed, states_of
 from fxcomp.state.gradient_state import GradientState, residual_layout, state_layout
-from fxcomp.state.checkpoint import states_of
 from fxcomp.state.saved_state import read_together, restore, state_dict
 from fxcomp.testing.rounds import Replica
 from helpers.legs import Walker, walk
@@ -176,7 +176,7 @@ class Job:
         """Write each rank's state to a file, and read it back."""
         ranks = self.cluster.world_size
         return [
-            through_a_file(state_dict(kept, self.plan, self.steps, rank, ranks))
+            through_a_file(sealed(state_dict(kept, self.plan, self.steps, rank, ranks)))
             for rank, kept in enumerate(self.carried)
         ]
 

@@ -80,7 +80,7 @@ def test_what_has_changed_since_is_measured_again():
     assert found() is None
 
 
-def test_a_file_that_cannot_be_read_is_set_aside():
+def test_a_file_that_cannot_be_read_is_measured_again():
     jobs = keep()
     assert jobs.path is not None
     jobs.path.write_text("{")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.state.checkpoint import PLAN, read_checkpoint, saved_plan, states_of, to_tensors
+from fxcomp.state.checkpoint import (
+    PLAN,
+    checksum_of_tensor,
+    read_checkpoint,
+    saved_plan,
+    sealed,
+    states_of,
+    to_tensors,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -50,12 +60,13 @@ def same(one: Any, other: Any) -> bool:
 def test_a_state_becomes_plain_tensors_and_comes_back(compressor: str):
     stored = pytest.importorskip("safetensors.torch")
     for state in trained(compressor).saved():
-        flat = to_tensors({**state, "a list": [1, 2.5, None, "text"], "a name": {"stored under": torch.ones(2)}})
+        more = {"a list": [1, 2.5, None, "text"], "a name": {"stored under": torch.ones(2)}}
+        flat = to_tensors(sealed({**state, **more}))
         assert all(type(value) is Tensor and name.startswith(f"rank{state['rank']}.") for name, value in flat.items())
         (back,) = states_of(stored.load(stored.save(flat)))
         assert back.pop("a list") == [1, 2.5, None, "text"]
         assert back.pop("a name")["stored under"].tolist() == [1, 1]
-        assert same(back, state)
+        assert same({**back, "checksum": state["checksum"]}, state)
 
 
 def test_names_of_ranks_differ_so_that_all_of_them_fit_into_one_file():
@@ -91,7 +102,7 @@ def test_what_is_owed_is_conserved_when_4_ranks_become_3_and_4_again(tmp_path: P
 
 def test_the_plan_that_was_followed_is_read_back():
     job = trained("int4")
-    flat = to_tensors({**job.saved()[1], PLAN: job.plan.to_json()})
+    flat = to_tensors(sealed({**job.saved()[1], PLAN: job.plan.to_json()}))
     assert saved_plan(flat) == job.plan
     assert saved_plan(tensors(job)[0]) is None
     with pytest.raises(BadState, match=r"(?s)not a saved state: it is a str.*fxcomp.read_checkpoint read from a file"):
@@ -118,6 +129,78 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(tmp_path: Path):
         read_checkpoint(3)  # type: ignore[arg-type]
     assert states_of(read_checkpoint(tmp_path, "fxcomp"))[0]["rank"] == 0
     assert read_checkpoint(tmp_path, "fxcomp", rank=1, ranks=2) == {}
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a bit": lambda s: s["residuals"]["a"][0]["values"].view(torch.uint8)[5].bitwise_xor_(1),
+    "order": lambda s: s["long"].copy_(s["long"].flip(0)),
+    "a tail": lambda s: s["long"][-7:].zero_(),
+    "an element type": lambda s: s.update(long=s["long"].view(torch.int32)),
+    "a shape": lambda s: s.update(long=s["long"].view(2, -1)),
+    "a number": lambda s: s.update(steps=s["steps"] + 1),
+    "a missing key": lambda s: s.pop("owed"),
+    "a new key": lambda s: s.update(new=0),
+    "no checksum": lambda s: s.pop("checksum"),
+    "another checksum": lambda s: s.update(checksum=0),
+    "no data": lambda s: s.update(new={1, 2}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_that_was_changed_is_refused(change: str):
+    state = sealed({**trained("int4").saved()[1], "long": torch.arange(20_002.0)})
+    assert states_of([state]) == [state]
+    CHANGES[change](state)
+    for given in (state, [state]):
+        with pytest.raises(BadState, match=r"state of rank 1 is damaged, or was edited.*\n  Load an earlier one"):
+            states_of(given)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("elements", [0, 1, 2, 8191, 8192, 8193, 100_000])
+def test_a_checksum_is_of_values_and_not_of_places(elements: int, offset: int):
+    value = torch.randint(256, (offset + elements,), dtype=torch.uint8)[offset:]
+    known = checksum_of_tensor(value)
+    assert checksum_of_tensor(value.clone()) == checksum_of_tensor(torch.stack([value, value], 1)[:, 1]) == known
+    for place in {0, elements // 2, elements - 1} if elements else ():
+        changed = value.clone()
+        changed[place] ^= 1
+        assert checksum_of_tensor(changed) != known
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("hostile"),)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no metadata": lambda folder: (folder / ".metadata").unlink(),
+    "empty metadata": lambda folder: (folder / ".metadata").write_bytes(b""),
+    "half the metadata": lambda folder: truncated(folder / ".metadata"),
+    "metadata of another kind": lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(torch.Size([1]))),
+    "metadata that call a function": lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Hostile())),
+    "half the data": lambda folder: truncated(folder / "__0_0.distcp"),
+    "no data": lambda folder: (folder / "__0_0.distcp").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_and_an_earlier_one_offered(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    mine = tensors(trained("int4"))[0]
+    for step in (8, 10, 20):
+        dcp.save({"step": mine}, checkpoint_id=f"step-{step}")
+    assert read_checkpoint("step-20").keys() == mine.keys()
+    DAMAGES[damage](Path("step-20"))
+    with pytest.raises(BadState, match=r"'step-20' (is damaged|holds no whole).*\n  Load an earlier .*step-10'\."):
+        read_checkpoint("step-20")
+    assert not Path("hostile").exists()
 
 
 def test_only_tensors_are_written(tmp_path: Path):

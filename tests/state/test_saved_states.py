@@ -15,7 +15,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState, PeerFailed
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.state.checkpoint import states_of
+from fxcomp.state.checkpoint import sealed, states_of
 from fxcomp.state.saved_state import read_together
 
 State = dict[str, Any]
@@ -37,11 +37,17 @@ def trained(job: Job, steps: int = 2, seed: int = 0) -> tuple[Job, Books]:
     return job, books
 
 
+def _sealed(given: Any) -> Any:
+    if isinstance(given, list):
+        return list(map(_sealed, given))
+    return sealed(given) if isinstance(given, dict) else given
+
+
 def refusals(given: list[Any], ranks: int = 2) -> list[str]:
     """Return what each rank is told, all of them errors."""
 
     def work(peer: Any) -> None:
-        states = peer.attempt("reading a checkpoint", lambda: states_of(given[peer.rank]))
+        states = peer.attempt("reading a checkpoint", lambda: states_of(_sealed(given[peer.rank])))
         read_together(states, SIZES, peer.sharing())
 
     outcomes = try_virtual(ranks, work)
@@ -83,7 +89,10 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda _: {"steps": 3}, r"not a saved state: it has no residuals.*\n.*the result of state_dict\(\) or checkpoint\(\)"),
+        (
+            lambda _: {"steps": 3},
+            r"not a saved state: it has no residuals.*\n.*the result of state_dict\(\) or checkpoint\(\)",
+        ),
         (lambda _: "state.pt", "not a saved state"),
         (_without("ranks"), r"the state is not whole: ranks is missing.*\n.*as state_dict\(\) returned it"),
         (_with_residual("z"), r"residuals are of another model: they hold 'z', which this model does not have"),
@@ -93,14 +102,14 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
         (lambda s: {**s, "owed": {"b": torch.zeros(9)}}, "'b' had 9 elements, and has 7 here"),
         (lambda s: {**s, "rank": 2}, "the state is of rank 2 of 2"),
         (
-            lambda s: {**s, "version": 4},
-            "this state has version 4; this fxcomp reads version 3.*\n.*saved it, or start",
+            lambda s: {**s, "version": 5},
+            "this state has version 5; this fxcomp reads version 4.*\n.*saved it, or start",
         ),
         (
             lambda s: {**s, "version": 2},
-            "this state has version 2; this fxcomp reads version 3.*\n.*saved it, or start",
+            "this state has version 2; this fxcomp reads version 4.*\n.*saved it, or start",
         ),
-        (_without("version"), r"this state has no version; this fxcomp reads version 3.*\n.*load None on every rank"),
+        (_without("version"), r"this state has no version; this fxcomp reads version 4.*\n.*load None on every rank"),
         (_without("compressors"), "the state is not whole: compressors is missing"),
         (_with_residual("a", weight=[1, 0]), r"the state is not whole: .*weight\[1\] must be a whole number from 1"),
     ],

@@ -1,0 +1,170 @@
+"""Write files so that no reader finds half a file, and check what is read.
+
+    save_json ──► data + checksum ──► write_atomically: beside it, fsync, rename, fsync of the folder
+    read_json ◄── data without it ◄── refused if the checksum is another
+
+A file without a checksum, such as one written by hand, is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+CHECKSUM = "checksum"
+"""Key of a file's checksum."""
+
+_ABANDONED_S = 3600.0
+"""Age from which an unfinished file is deleted: its writer was killed."""
+
+
+def cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fxcomp"
+
+
+@contextmanager
+def alone_on_this_machine(path: Path | None) -> Generator[None]:
+    """Hold an exclusive file lock; do nothing without a path or if locking fails.
+
+    The system releases the lock of a process that dies.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # forked processes share the open file
+        yield
+
+
+# Data with a checksum
+
+
+def checksum(data: Any) -> str:
+    """Return a checksum of JSON data, against damage and not against attacks. Formatting and order do not matter."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return data with a checksum."""
+    return {**data, CHECKSUM: checksum(data)}
+
+
+def save_json(path: str | Path, data: Mapping[str, Any], *, makes_folder: bool = True) -> None:
+    """Write data with a checksum. The file before it is kept as `path~`."""
+    text = json.dumps(sealed(data), indent=1) + "\n"
+    write_atomically(Path(path), text, makes_folder=makes_folder, keeps_previous=True)
+
+
+def read_json(path: str | Path) -> Any:
+    """Return a file's data. Raise ValueError if it is not JSON or its checksum is wrong, and OSError."""
+    previous = f"{path}~"
+    offer = f"\n  The file before it is {previous}" if os.path.exists(previous) else ""
+    try:
+        data: Any = json.loads(Path(path).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}{offer}") from None
+    if not isinstance(data, dict):
+        return data
+    content = cast("dict[str, Any]", data)
+    known = content.pop(CHECKSUM, None)
+    if known is not None and known != checksum(content):
+        raise ValueError(
+            "it is damaged, or was edited: its checksum is wrong.\n"
+            f'  If you edited it, remove "{CHECKSUM}" from it{offer}'
+        )
+    return content
+
+
+# Atomic writes
+
+
+def write_atomically(
+    path: Path, content: str | bytes, *, makes_folder: bool = True, keeps_previous: bool = False
+) -> None:
+    """Replace a file atomically, also with concurrent writers. Links are followed, and the file keeps its mode.
+
+    Pipes and devices are written directly, and so is a file that cannot be replaced, such as a mounted one.
+    `keeps_previous` renames the file before it to `path~`, where the file system has hard links.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if (path.exists() and not path.is_file()) or str(path.absolute()).startswith(_DESCRIPTORS):
+        path.write_bytes(data)
+        return
+    place = Path(os.path.realpath(path))
+    if makes_folder:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    mode = 0o666 & ~_umask()
+    if place.exists():
+        mode = stat.S_IMODE(place.stat().st_mode)
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    try:
+        _replace(place, data, mode, keeps_previous)
+    except OSError as error:
+        if error.errno not in _NOT_REPLACED:
+            raise
+        place.write_bytes(data)
+
+
+_DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
+"""Names of open files, which others write too."""
+
+_NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
+"""Errors of a folder that forbids new files, and of mounted files."""
+
+
+def _replace(place: Path, data: bytes, mode: int, keeps_previous: bool) -> None:
+    _delete_abandoned(place)
+    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:80]}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file under the new name
+        os.chmod(temporary, mode)
+        if keeps_previous:
+            with suppress(OSError):  # there is none, or no hard links
+                os.link(place, f"{temporary}~")
+                os.replace(f"{temporary}~", f"{place}~")
+        os.replace(temporary, place)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    finally:
+        with suppress(OSError):
+            os.unlink(f"{temporary}~")
+    with suppress(OSError):  # some file systems have no fsync of folders
+        folder = os.open(place.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _delete_abandoned(place: Path) -> None:
+    """Delete unfinished files that killed writers of the same file left."""
+    with suppress(OSError):
+        for left in place.parent.glob(f".{glob.escape(place.name[:80])}.*.tmp*"):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                left.unlink()
+
+
+def _umask() -> int:
+    """Return the umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
