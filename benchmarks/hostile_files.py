@@ -101,7 +101,7 @@ class Trial:
         draw = random.Random(f"{kind.name} {number}")
         raw, change = kind.mutation(draw)
         self._path.write_bytes(raw)
-        error, began, before = None, time.perf_counter(), _resident()
+        error, began, before = None, time.process_time(), _resident()
         signal.setitimer(signal.ITIMER_REAL, HANGS_S)
         try:
             self._try(change, draw)
@@ -111,7 +111,7 @@ class Trial:
             error = found
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        took, grew = time.perf_counter() - began, _peak() - before
+        took, grew = time.process_time() - began, _peak() - before
         tally.mutations += 1
         tally.slowest_s, tally.most_mb = max(tally.slowest_s, took), max(tally.most_mb, grew / 1e6)
         if error is None and took > SLOW_S:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxcomp import compat
+
 DEEP = "@@deep@@"
 """Placeholder that `text_of` replaces by brackets, nested deeper than Python's recursion limit."""
 
@@ -257,6 +259,7 @@ _OF_TENSORS: tuple[Callable[[Tensor, Random], Any], ...] = (
     lambda value, _: torch.empty(value.shape, device="meta", dtype=value.dtype),
     lambda value, _: value.reshape(1, -1).to_sparse() if value.layout is torch.strided else value,
     lambda value, _: torch.zeros((), dtype=value.dtype).expand(1 << 40),
+    lambda value, _: torch.zeros((), dtype=value.dtype).expand(1 << 28),
     lambda value, _: torch.zeros((), dtype=value.dtype).expand(value.shape),
     lambda value, _: value.clone().requires_grad_() if value.is_floating_point() else value,
     lambda value, _: torch.quantize_per_tensor(value.float(), 0.1, 0, torch.qint8) if value.numel() else value,
@@ -269,6 +272,11 @@ _OPERATIONS: tuple[Callable[..., bool], ...] = (
 
 def resealed(data: Any) -> bytes:
     """Return an object as the JSON text that a loader accepts, with a digest that fits."""
+    if isinstance(data, dict):
+        try:
+            data = compat.sealed({key: value for key, value in data.items() if key != compat.CHECKSUM})
+        except (TypeError, ValueError, RecursionError):
+            pass
     return text_of(data).encode("utf-8", "surrogatepass")
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.optim import SGD, AdamW
 
 import fxcomp
+from fxcomp.compat import CHECKSUM
 from fxcomp.errors import FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
-from fxcomp.state.checkpoint import to_tensors
+from fxcomp.state.checkpoint import _with_tensors, sealed, to_tensors
 from fxcomp.step.compiled_step import CompiledStep
 from hostile.kinds import Kind, Unfit
 from hostile.mutate import mutated, text_of, torn
@@ -162,8 +163,9 @@ class States(Kind):
             for number, state in enumerate(live.states):
                 other = {**copy.deepcopy(state), "rank": 2, "ranks": 3}
                 owed = {**state, "owed": {"head.bias": torch.ones(3)}}
-                found += [(where, number, each) for each in (state, owed, [{**state, "ranks": 3}, other])]
-                found.append((where, number, to_tensors({**state, "generators": {"cpu": torch.get_rng_state()}})))
+                drawn = {**state, "generators": {"cpu": torch.get_rng_state()}}
+                found += [(where, number, _resealed(each)) for each in (state, owed, [{**state, "ranks": 3}, other])]
+                found.append((where, number, to_tensors(sealed(drawn))))
         return found
 
     def write(self, data: Any) -> bytes:
@@ -185,12 +187,12 @@ class States(Kind):
                     text, change = torn(text, draw)
                 else:
                     data, change = mutated(json.loads(text), draw)
-                    text = text_of(data).encode("utf-8", "surrogatepass")
+                    text = text_of(_resealed_about(data, sample)).encode("utf-8", "surrogatepass")
                 about = torch.frombuffer(bytearray(text or b" "), dtype=torch.uint8)
                 raw = self.write((where, number, {**sample, "rank0.about": about}))
             else:
                 data, change = mutated(sample, draw)
-                raw = self.write((where, number, data))
+                raw = self.write((where, number, _resealed(data)))
         except (RuntimeError, RecursionError, OverflowError, pickle.PicklingError, NotImplementedError):
             return self.mutation(draw)  # torch cannot save it
         self._draw, self._change = draw, change
@@ -250,6 +252,23 @@ def _tensors(value: Any) -> Any:
     elif isinstance(value, list | tuple):
         for held in value:
             yield from _tensors(held)
+
+
+def _resealed(data: Any) -> Any:
+    """Return states with checksums that fit, where they can have one."""
+    if isinstance(data, list):
+        return [_resealed(each) for each in data]
+    try:
+        return sealed(data) if isinstance(data, dict) and "rank0.about" not in data else data
+    except (TypeError, ValueError, RuntimeError):
+        return data
+
+
+def _resealed_about(about: Any, tensors: Mapping[str, Tensor]) -> Any:
+    try:
+        return {**about, CHECKSUM: sealed(_with_tensors(about, tensors, 0))[CHECKSUM]}
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError):
+        return about
 
 
 class RefusedByTorch(FxcompError):
