@@ -94,6 +94,7 @@ class Trial:
         for sample in kind.samples:  # is valid; and the first use fills caches
             self._path.write_bytes(kind.write(sample))
             kind.use(kind.read(self._path), fully=True)
+        self._base = _peak()
 
     def run(self, number: int) -> BaseException | None:
         """Run one mutation; return the error of a finding."""
@@ -101,7 +102,7 @@ class Trial:
         draw = random.Random(f"{kind.name} {number}")
         raw, change = kind.mutation(draw)
         self._path.write_bytes(raw)
-        error, began, before = None, time.process_time(), _resident()
+        error, began, before = None, time.process_time(), _peak()
         signal.setitimer(signal.ITIMER_REAL, HANGS_S)
         try:
             self._try(change, draw)
@@ -111,7 +112,8 @@ class Trial:
             error = found
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        took, grew = time.process_time() - began, _peak() - before
+        took, peak = time.process_time() - began, _peak()
+        grew = peak - self._base if peak > before else 0.0
         tally.mutations += 1
         tally.slowest_s, tally.most_mb = max(tally.slowest_s, took), max(tally.most_mb, grew / 1e6)
         if error is None and took > SLOW_S:
@@ -151,14 +153,9 @@ class Trial:
             self.tally.findings[key] = Finding(self.kind.name, number, what, where, change[:120])
 
 
-def _resident() -> float:
-    """Reset this process's peak of resident memory, and return its resident memory in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
 def _peak() -> float:
-    return _status("VmHWM")
+    """Return the largest resident memory of this process so far, in bytes."""
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _status(name: str) -> float:

@@ -9,6 +9,7 @@ Objects are dicts, lists and plain values, with tensors in saved states. All cho
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -273,10 +274,8 @@ _OPERATIONS: tuple[Callable[..., bool], ...] = (
 def resealed(data: Any) -> bytes:
     """Return an object as the JSON text that a loader accepts, with a digest that fits."""
     if isinstance(data, dict):
-        try:
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
             data = compat.sealed({key: value for key, value in data.items() if key != compat.CHECKSUM})
-        except (TypeError, ValueError, RecursionError):
-            pass
     return text_of(data).encode("utf-8", "surrogatepass")
 
 

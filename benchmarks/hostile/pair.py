@@ -73,6 +73,4 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 def compiled(optimizer: Callable[[Any], torch.optim.Optimizer], **options: Any) -> CompiledStep:
     torch.manual_seed(0)
     model = Net()
-    return fxcomp.compile_step(
-        model, loss, optimizer(model.parameters()), batch(0), cluster=TWO_RANKS, costs=fxcomp.CostTable(), **options
-    )
+    return fxcomp.compile_step(model, loss, optimizer(model.parameters()), batch(0), cluster=TWO_RANKS, **options)

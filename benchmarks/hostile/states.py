@@ -10,7 +10,10 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
 import pickle
+import signal
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +27,7 @@ from torch.optim import SGD, AdamW
 
 import fxcomp
 from fxcomp.compat import CHECKSUM
-from fxcomp.errors import FxcompError
+from fxcomp.errors import BadState, FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
 from fxcomp.state.checkpoint import _with_tensors, sealed, to_tensors
@@ -36,7 +39,7 @@ from hostile.pair import ANSWERS, batch, compiled, join
 _CHECKED_SHARE = 0.02
 """Share of the refusals after which the good state is loaded and compared, besides the first of each kind of change."""
 
-_OFF = fxcomp.Checks(verify="never", race="off")
+_GIVEN: Mapping[str, Any] = {"costs": fxcomp.CostTable(), "checks": fxcomp.Checks(verify="never", race="off")}
 _ALL = "compress({0})@gpu > all_gather@world > decompress@gpu"
 
 
@@ -72,8 +75,8 @@ class Job:
 
     make: Callable[[], CompiledStep]
     saved_after: tuple[int, ...] = (3,)
-    loads_fresh: bool = False
-    """True if states are loaded before the first step, into a step of their own."""
+    begins_dense: bool = False
+    """True if the job follows the plan of a state that is loaded before its first step. Each loads in a child."""
 
 
 def _sgd(parameters: Any) -> SGD:
@@ -86,19 +89,20 @@ def _adam(parameters: Any) -> AdamW:
 
 def _at_momenta() -> CompiledStep:
     warm = fxcomp.Warmup(int8_steps=3)
-    return compiled(_adam, compress=fxcomp.Compress(plan=_momenta().at_momenta(), warmup=warm), checks=_OFF)
+    return compiled(_adam, compress=fxcomp.Compress(plan=_momenta().at_momenta(), warmup=warm), **_GIVEN)
 
 
 JOBS: Mapping[str, Job] = {
-    "several": Job(lambda: compiled(_sgd, compress=_several(), checks=_OFF)),
-    "random": Job(lambda: compiled(_adam, compress=_random(), checks=_OFF)),
+    "several": Job(lambda: compiled(_sgd, compress=_several(), **_GIVEN)),
+    "random": Job(lambda: compiled(_adam, compress=_random(), **_GIVEN)),
     "warm-up": Job(
-        lambda: compiled(
-            _sgd, compress=fxcomp.Compress(plan=_random(), warmup=fxcomp.Warmup(int8_steps=4)), checks=_OFF
-        ),
+        lambda: compiled(_sgd, compress=fxcomp.Compress(plan=_random(), warmup=fxcomp.Warmup(int8_steps=4)), **_GIVEN),
         (2, 6),
     ),
     "momenta": Job(_at_momenta, (2, 6)),
+    "chosen": Job(
+        lambda: compiled(_adam, compress="balanced", checks=fxcomp.Checks(verify="never")), begins_dense=True
+    ),
 }
 
 
@@ -106,10 +110,15 @@ class Live:
     """A live step, its good states, and what it does next from each of them."""
 
     def __init__(self, job: Job) -> None:
-        self.step = job.make()
+        self.step, self.is_fresh = job.make(), job.begins_dense
         self.states: list[dict[str, Any]] = []
         self.kept: list[Any] = []
         self.next: list[list[bytes]] = []
+        if job.begins_dense:
+            calendar = {"patience": 1, "patient_until": 0, "begins": 0, "is_settled": True}
+            saved = {**self.step.state_dict(), "followed plan": _random().to_json(), "calendar": calendar}
+            self.states = [{**saved, "steps": 3}]
+            return
         for number in range(max(job.saved_after)):
             self.step(batch(number))
             if number + 1 in job.saved_after:
@@ -132,10 +141,9 @@ class Live:
         self.step.load_state_dict(copy.deepcopy(self.states[number]))
 
     def goes_on(self, number: int) -> list[bytes]:
-        """Return the bits of everything after two steps from a good state."""
+        """Return the bits of everything after a step from a good state."""
         self.restore(number)
-        for later in range(2):
-            self.step(batch(100 + later))
+        self.step(batch(100))
         saved = to_tensors(self.step.state_dict())
         tensors = {**self.step.training.model.state_dict(), **saved}
         return [value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for value in tensors.values()]
@@ -176,6 +184,8 @@ class States(Kind):
 
     def mutation(self, draw: Random) -> tuple[bytes, str]:
         where, number, sample = draw.choice(self.samples)
+        if self.lives[where].is_fresh and draw.random() < 0.8:  # a child takes longer
+            where, number, sample = draw.choice(self.samples)
         is_tensors = isinstance(sample, dict) and "rank0.about" in sample
         chance = draw.random()
         try:
@@ -205,6 +215,9 @@ class States(Kind):
             raise RefusedByTorch(str(error)) from None
         where, number = self._aimed
         live = self.lives[where]
+        if live.is_fresh:
+            in_a_child(lambda: _load_and_step(live.step, given))
+            return live, number, given
         try:
             live.step.load_state_dict(given)
         except FxcompError:
@@ -220,6 +233,8 @@ class States(Kind):
 
     def use(self, read: Any, *, fully: bool) -> None:
         live, number, given = read
+        if live.is_fresh:
+            return
         step = live.step
         values = list(_tensors(given))
         try:
@@ -239,7 +254,45 @@ class States(Kind):
             ):
                 raise Unfit("parameters are not finite")
         finally:
-            self._check(live, number)
+            if fully:
+                self._check(live, number)
+
+
+def _load_and_step(step: CompiledStep, given: Any) -> None:
+    step.load_state_dict(given)
+    for number in range(3):
+        step(batch(number))
+    step.explain().encode()
+    to_tensors(step.state_dict())
+
+
+def in_a_child(work: Callable[[], None]) -> None:
+    """Run `work` in a forked process, and raise an error like its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = b""
+        try:
+            work()
+        except BaseException as error:
+            frames = [each for each in traceback.extract_tb(error.__traceback__) if "/fxcomp/" in each.filename]
+            where = f" in {Path(frames[-1].filename).name}:{frames[-1].name}" if frames else ""
+            kind = "refused" if isinstance(error, FxcompError) else "failed"
+            text = f"{kind} {type(error).__name__}{where}: {str(error)[:200]}".encode(errors="replace")
+        os.write(writer, text)
+        os._exit(0)
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as file:
+            said = file.read().decode()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    kind, _, rest = said.partition(" ")
+    if kind == "refused":
+        raise BadState(rest)
+    if kind == "failed" or (os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL):
+        raise Unfit(rest or f"a child ended by signal {os.WTERMSIG(status)}")
 
 
 def _tensors(value: Any) -> Any:

@@ -83,7 +83,11 @@ def states_of(given: Any) -> list[Any]:
         return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
     ranks = saved_ranks(_names(given))
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
-    return [check_state(_whole(state)) for state in states if NOTHING_YET not in state]
+    return [check_state(_whole(state)) for state in states if not _is_nothing(state)]
+
+
+def _is_nothing(state: Any) -> bool:
+    return isinstance(state, Mapping) and NOTHING_YET in state
 
 
 def _names(given: Any) -> list[str]:
