@@ -10,8 +10,6 @@ Times are processor times.
     digest   compare the parameter groups' numbers with the last step's, and add a digest to an all_reduce; only this
              rank's work, with a transport that sends nothing
     prelude  answer two questions that Python asked of the batch: is an id too large, is one below 0
-
-Results are in docs/benchmarks/guards.md.
 """
 
 from __future__ import annotations

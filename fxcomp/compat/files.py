@@ -1,6 +1,6 @@
-"""Write files so that no reader finds half a file, and check what is read.
+"""Write files atomically, and check them when they are read.
 
-    save_json ──► data + checksum ──► write_atomically: beside it, fsync, rename, fsync of the folder
+    save_json ──► data + checksum ──► write_atomically: another file, fsync, rename, fsync of the folder
     read_json ◄── data without it ◄── refused if the checksum is another
 
 A file without a checksum, such as one written by hand, is read.

@@ -26,6 +26,9 @@ from fxcomp import compat
 CONNECT_S, ANSWER_S = 1.0, 0.05
 """Timeouts, in s, for connecting and for the answer."""
 
+MOST_CHARACTERS = 1_000_000
+"""Maximum length of an answer that is read."""
+
 Address = tuple[str, int, str]
 """IP address, port, and machine name."""
 
@@ -74,12 +77,19 @@ def place_of(address: Address) -> dict[str, Any]:
         with socket.create_connection((host, port), CONNECT_S) as connection:
             _REACHED.add(machine)
             connection.settimeout(ANSWER_S)
-            return json.loads(connection.makefile().read())
+            found = json.loads(connection.makefile().read(MOST_CHARACTERS))
+            return {"doing": str(found["doing"]), "steps": {root: int(step) for root, step in found["steps"].items()}}
     except ConnectionRefusedError:  # no process listens there, or a firewall refuses
         if machine in (compat.host_name(), *_REACHED):
             raise ProcessLookupError(f"no process listens at {host}:{port}") from None
         return {}
-    except (OSError, ValueError):  # busy or unreachable, but possibly alive
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # busy, or not a rank's port
         return {}
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from unittest.mock import patch
 
+import pytest
 from helpers.ranks import run_alone
 
 from fxcomp import compat
@@ -125,3 +128,34 @@ def test_closing_leaves_no_thread_and_no_file_open():
     before, meanwhile, after = run_alone(opens_and_closes)
     assert before < meanwhile
     assert before == after
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"{}", b"[1]", b"HTTP/1.1 400", b"\xff", b'{"doing": "", "steps": 3}', b'{"doing": "", "steps": {"a": []}}'],
+)
+def test_another_program_that_listens_on_the_port_is_not_taken_for_a_rank(answer: bytes):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = threading.Thread(target=lambda: _answered(listener, answer))
+        answering.start()
+        assert place_of(("127.0.0.1", listener.getsockname()[1], compat.host_name())) == {}
+        answering.join()
+
+
+def _answered(listener: socket.socket, answer: bytes) -> None:
+    with listener.accept()[0] as connection:
+        connection.sendall(answer)
+
+
+def test_a_process_that_answers_endlessly_is_not_read_to_its_end():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = threading.Thread(target=lambda: _answered_until_closed(listener))
+        answering.start()
+        assert place_of(("127.0.0.1", listener.getsockname()[1], compat.host_name())) == {}
+        answering.join()
+
+
+def _answered_until_closed(listener: socket.socket) -> None:
+    with listener.accept()[0] as connection, suppress(OSError):
+        while True:
+            connection.sendall(bytes(10_000))
