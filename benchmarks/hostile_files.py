@@ -31,12 +31,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hostile.kinds import CachedTables, Clusters, CostTables, ErrorTables, Kind, Logs, Plans, Reports
-from hostile.states import States
+from hostile.states import Folders, States
 from records import Records, options, show_progress, table
 
 from fxcomp.errors import FxcompError
 
-KINDS: tuple[type[Kind], ...] = (Plans, CostTables, States, CachedTables, Clusters, ErrorTables, Logs, Reports)
+KINDS: tuple[type[Kind], ...] = (Plans, CostTables, States, Folders, CachedTables, Clusters, ErrorTables, Logs, Reports)
 
 SLOW_S, HANGS_S = 2.0, 20.0
 FULL_SHARE = 0.01

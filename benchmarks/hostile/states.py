@@ -12,17 +12,21 @@ import io
 import json
 import os
 import pickle
+import re
 import signal
+import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import checkpoint
 from torch.optim import SGD, AdamW
 
 import fxcomp
@@ -30,10 +34,11 @@ from fxcomp.compat import CHECKSUM
 from fxcomp.errors import BadState, FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
-from fxcomp.state.checkpoint import _with_tensors, sealed, to_tensors
+from fxcomp.state.checkpoint import _with_tensors, read_checkpoint, sealed, to_tensors
+from fxcomp.state.fields import VERSION
 from fxcomp.step.compiled_step import CompiledStep
 from hostile.kinds import Kind, Unfit
-from hostile.mutate import mutated, text_of, torn
+from hostile.mutate import mutated, nasty, text_of, torn
 from hostile.pair import ANSWERS, batch, compiled, join
 
 _CHECKED_SHARE = 0.02
@@ -326,3 +331,84 @@ def _resealed_about(about: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 class RefusedByTorch(FxcompError):
     """torch.load refuses the file."""
+
+
+class Folders(Kind):
+    """Folders of torch.distributed.checkpoint, whose `.metadata` is a pickle. A sample is the bytes of their files."""
+
+    name, suffix = "checkpoint folder", ""
+
+    @cached_property
+    def samples(self) -> Sequence[Any]:
+        state = {
+            "version": VERSION,
+            "plan": "",
+            "rank": 0,
+            "ranks": 2,
+            "steps": 1,
+            "learning_rates": {},
+            "residuals": {},
+        }
+        state |= {"owed": {"a": torch.arange(12.0)}, "compressors": {}}
+        saved = {"step": to_tensors(sealed(state)), "model": {"weight": torch.ones(3, 2)}}
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint.save(saved, checkpoint_id=folder, no_dist=True)
+            return [{file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}]
+
+    def write(self, data: Any) -> bytes:
+        return pickle.dumps(data)
+
+    def mutation(self, draw: Random) -> tuple[bytes, str]:
+        files = dict(self.samples[0])
+        name = draw.choice((".metadata", ".metadata", *files))
+        if draw.random() < 0.5:
+            files[name], change = torn(files[name], draw)
+        else:
+            found = pickle.loads(files[".metadata"])
+            at = draw.choice(list(found.storage_data.values()))
+            about = draw.choice(list(found.state_dict_metadata.values()))
+            field = draw.choice(("relative_path", "offset", "length", "size", "chunks", "dtype", "code", "names"))
+            change = f"{name} {field}"
+            if field in ("relative_path", "offset", "length"):
+                value = draw.choice((nasty(draw), "../file", "/dev/zero", "/etc/passwd", 2**40))
+                object.__setattr__(at, field, value)
+            elif field == "dtype":
+                object.__setattr__(about.properties, "dtype", draw.choice((torch.complex128, nasty(draw))))
+            elif field == "code":
+                found.planner_data = draw.choice((_Called(), io.BytesIO(b"x"), sealed, Random, re.compile("a")))
+            elif field == "names":
+                found.state_dict_metadata = {draw.choice((str(nasty(draw)), f"step.rank0.{name}", name)): about}
+            else:
+                size = torch.Size(draw.choice(((2**40,), (2**62, 4), (0,), (2**28,), ())))
+                object.__setattr__(about, field, size if field == "size" else [])
+            files[".metadata"] = pickle.dumps(found)
+        return self.write(files), change
+
+    def read(self, path: Path) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in pickle.loads(path.read_bytes()).items():
+                Path(folder, name).write_bytes(content)
+            try:
+                return read_checkpoint(folder, rank=0, ranks=1)
+            finally:
+                if _Called.ran:
+                    raise Unfit("code of the folder has run")
+
+    def use(self, read: Any, *, fully: bool) -> None:
+        del fully
+        if any(not isinstance(value, Tensor) for value in read.values()):
+            raise Unfit("it holds no tensors")
+
+
+class _Called:
+    """Notes that unpickling has called something."""
+
+    ran: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        return _note, ()
+
+
+def _note() -> None:
+    _Called.ran.append(1)
