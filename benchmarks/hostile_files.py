@@ -87,11 +87,11 @@ class Tally:
 class Trial:
     """Reads and uses mutations of one kind."""
 
-    def __init__(self, kind: Kind, folder: Path) -> None:
-        self.kind, self.tally = kind, Tally(kind.name)
+    def __init__(self, kind: Kind, folder: Path, *, in_full: bool = True) -> None:
+        self.kind, self.tally, self._in_full = kind, Tally(kind.name), in_full
         self._path = folder / f"file{kind.suffix}"
         self._seen: set[str] = set()
-        for sample in kind.samples:  # is valid; and the first use fills caches
+        for sample in kind.samples if in_full else ():  # are valid; and the first use fills caches
             self._path.write_bytes(kind.write(sample))
             kind.use(kind.read(self._path), fully=True)
         self._base = _peak()
@@ -133,7 +133,7 @@ class Trial:
             tally.refused[type(refusal).__name__] += 1
             return
         tally.accepted += 1
-        fully = change not in self._seen or draw.random() < FULL_SHARE
+        fully = self._in_full and (change not in self._seen or draw.random() < FULL_SHARE)
         self._seen.add(change)
         tally.used_in_full += fully
         try:
@@ -177,6 +177,12 @@ def guard() -> None:
     torch.set_num_threads(1)
 
 
+def _row(tally: Tally) -> tuple[object, ...]:
+    counts = tally.mutations, tally.record()["findings"], len(tally.findings), sum(tally.refused.values())
+    times = f"{tally.seconds:.0f}", f"{tally.slowest_s:.2f}", f"{tally.most_mb:.0f}"
+    return (tally.kind, *counts, tally.accepted, tally.used_in_full, *times)
+
+
 def one(kind: Kind, number: int, folder: Path) -> int:
     trial = Trial(kind, folder)
     raw, change = kind.mutation(random.Random(f"{kind.name} {number}"))
@@ -213,14 +219,8 @@ def main() -> int:
             )
             for found in trial.tally.findings.values():
                 print(json.dumps(asdict(found)), flush=True)
-    rows = [(t.kind, t.mutations, t.record()["findings"], len(t.findings), sum(t.refused.values()), t.accepted,
-             t.used_in_full, f"{t.seconds:.0f}", f"{t.slowest_s:.2f}", f"{t.most_mb:.0f}") for t in tallies]  # fmt: skip
-    print(
-        table(
-            "kind | mutations > | findings > | places > | refused > | accepted > | in full > | s > | slowest s > | MB >",
-            rows,
-        )
-    )
+    heads = "kind | mutations > | findings > | places > | refused > | accepted > | in full > | s > | slowest s > | MB >"
+    print(table(heads, map(_row, tallies)))
     return int(any(tally.findings for tally in tallies))
 
 

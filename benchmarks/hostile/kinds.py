@@ -102,9 +102,11 @@ class Plans(Kind):
         strategies = (
             "all_reduce@world",
             "compress(int8(block=128))@gpu > all_gather@world > decompress@gpu",
-            "compress(int4)@cpu > all_to_all@world > decompress@cpu > compress(int8)@cpu > all_gather@world > decompress@cpu",
+            "compress(int4)@cpu > all_to_all@world > decompress@cpu > compress(int8)@cpu > all_gather@world"
+            " > decompress@cpu",
             "reduce_scatter@intra > compress(topk(0.01))@gpu > all_gather@inter > decompress@gpu > all_gather@intra",
-            "propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world > decompress@gpu",
+            "propose(powersgd(4))@gpu > all_reduce@world > compress(powersgd(4))@gpu > all_reduce@world"
+            " > decompress@gpu",
             "compress(sign)@gpu > all_gather@world > decompress@gpu",
         )
         sign, parts = Strategy.parse(strategies[5]), Strategy.parse(strategies[1])
@@ -238,7 +240,10 @@ class Clusters(Kind):
         return [
             {"cluster": "8x4", "intra": "nvlink4", "inter": "2x25gbit@8us"},
             {"cluster": "4+4+2", "intra": "100gbit", "inter": "10gbit:1gbit@8us+2us half-duplex"},
-            {"placement": [0, 0, 1, 1, 2, 2], "intra": "12GB/s@3us", "inter": "wan", "rack": {"hosts": 2, "oversubscription": "4:1"}},
+            {
+                "placement": [0, 0, 1, 1, 2, 2], "intra": "12GB/s@3us", "inter": "wan",
+                "rack": {"hosts": 2, "oversubscription": "4:1"},
+            },
             {"cluster": "4x2", "intra": "pcie4", "inter": "1gbit", "rack": {"hosts": 2, "link": "100gbit@10us"}},
             {
                 "cluster": "4x2", "intra": "pcie4", "inter": "1gbit shared",

@@ -52,7 +52,10 @@ def _several() -> Plan:
     low_rank = (
         "propose(powersgd(1))@gpu > all_reduce@world > compress(powersgd(1))@gpu > all_reduce@world > decompress@gpu"
     )
-    shots = "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world > decompress@gpu"
+    shots = (
+        "compress(int4)@gpu > all_to_all@world > decompress@gpu > compress(int8)@gpu > all_gather@world"
+        " > decompress@gpu"
+    )
     return Plan(
         (
             Bucket(("head.bias", "head.weight"), (3, 24), Strategy.parse(shots)),
