@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fxcomp.cluster.link import MOST_RANKS, Link, check_ranks, shortened
+from fxcomp.cluster.link import MOST, MOST_RANKS, Link, check_ranks, shortened
 from fxcomp.cluster.seating import Level, Seating, Tier, join_units, parse_clauses, parse_shape
 from fxcomp.cluster.topology import GroupTopology, Tree
 from fxcomp.errors import BadOption
@@ -118,8 +118,8 @@ class Cluster(Seating):
             raise BadOption(f"a rack needs at least 1 host, not {hosts_per_rack}")
         if hosts_per_rack > MOST_RANKS:
             raise BadOption(f"a rack may have {MOST_RANKS:,} hosts, not {shortened(hosts_per_rack)}")
-        if not oversubscription > 0:
-            raise BadOption(f"an oversubscription is above 0, like 4 for 4:1, not {oversubscription:g}")
+        if not 1 / MOST <= oversubscription <= MOST:
+            raise BadOption(f"an oversubscription is above 0, like 4 for 4:1, not {shortened(oversubscription)}")
         units = tuple(host // hosts_per_rack for host in range(self.hosts))
         share = hosts_per_rack * self.inter.count / oversubscription
         uplink = link or replace(self.inter.at_gb_per_s(self.inter.gb_per_s * share), count=1, is_shared=False)

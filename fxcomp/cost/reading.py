@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from fxcomp.errors import BadOption
@@ -115,9 +115,9 @@ def record(make: Callable[..., T], **readers: Reader[Any]) -> Reader[T]:
 
 
 def _object(value: Any, place: str) -> list[tuple[Any, Any]]:
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise wrong(place, "an object", value)
-    return list(cast("dict[Any, Any]", value).items())
+    return list(cast("Mapping[Any, Any]", value).items())
 
 
 # Errors

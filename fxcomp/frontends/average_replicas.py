@@ -155,10 +155,10 @@ class ReplicaAverage(PlannedAverage):
     def _of_this_shard(self, state: Given) -> list[Any]:
         states = states_of(state)
         for each in states:
-            saved: Any = each.get(SHARD) if hasattr(each, "get") else None
+            saved: Any = each.get(SHARD)
             if saved is None or tuple(saved) != self._place:
                 number, count = self._place
-                of = "no shard" if saved is None else f"shard {saved[0]} of {saved[1]}"
+                of = "no shard" if saved is None else f"shard {' of '.join(map(str, saved))}"
                 raise BadState(
                     f"this state is of {of}; this rank holds shard {number} of {count}.\n"
                     "  Load the state of a rank with the same shard; other numbers of shards begin without a state."

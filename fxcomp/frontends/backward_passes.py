@@ -30,7 +30,8 @@ from fxcomp.runtime.runtime import Counters, Runtime
 from fxcomp.search.decision import Decision, Raced
 from fxcomp.search.runners import lined_up
 from fxcomp.site import NOBODY
-from fxcomp.state.checkpoint import PLAN
+from fxcomp.state.checkpoint import states_of
+from fxcomp.state.fields import PLAN
 from fxcomp.state.saved_state import Given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.executor import Executor
@@ -290,9 +291,10 @@ class BackwardPasses(ABC):
         plan = under.decision.plan  # during a race, the plan from before
         return {**follower.state_dict(under, plan, self._passes_of_job), PLAN: plan.to_json()}
 
-    def load_state_dict(self, given: Given) -> None:
+    def load_state_dict(self, state: Given) -> None:
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
+            given: Given = self.site.ranks.attempt("reading a checkpoint", lambda: states_of(state)) or None
             if self.follower is None:
                 self.start, self._given = self.start.follow(given), given
             else:

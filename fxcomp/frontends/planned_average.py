@@ -12,7 +12,7 @@ from fxcomp.errors import FxcompError
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.plan.plan import Plan
 from fxcomp.state.checkpoint import NOTHING_YET, sealed, states_of, to_tensors
-from fxcomp.state.saved_state import Given, check_are_states, states_given
+from fxcomp.state.saved_state import Given, states_given
 
 
 class PlannedAverage:
@@ -85,12 +85,10 @@ class PlannedAverage:
 
         Before the first backward pass, the state is kept, and its plan is followed from that pass on.
         """
-        given: Given = states_of(state) or None
         if self._job is None:
-            check_are_states(given or ())
-            self._given = given
+            self._given = states_of(state) or None
         else:
-            self._job.load_state_dict(given)
+            self._job.load_state_dict(state)
 
     def close(self) -> None:
         """Release the process groups, without communication. The next backward pass raises."""

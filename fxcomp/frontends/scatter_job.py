@@ -38,6 +38,7 @@ from fxcomp.report.terminal import sections_to_text
 from fxcomp.runtime.packing import not_finite_too
 from fxcomp.search.by_module import ModuleTime
 from fxcomp.search.decision import Decision
+from fxcomp.state.checkpoint import states_of
 from fxcomp.state.saved_state import Given
 from fxcomp.step.follower import Followed
 
@@ -212,10 +213,11 @@ class ScatterJob(BackwardPasses):
 
     # State
 
-    def load_state_dict(self, given: Given) -> None:
+    def load_state_dict(self, state: Given) -> None:
         """Restore a state, and follow its plan at once unless the options name a plan. Must run on every rank."""
         self.executor.check_open()
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
+            given: Given = self.site.ranks.attempt("reading a checkpoint", lambda: states_of(state)) or None
             start = self._asked.follow(given, self._fits)
             if start.options is not self._asked.options or (self.follower is None and start.loads):
                 self.start = start

@@ -58,7 +58,7 @@ class PlanFile:
             budget: Mapping[str, Any] = facts.get("budget") or {"gradients": ()}
             gradients: Sequence[Mapping[str, Any]] = budget["gradients"]
             return cls(plan, numbers, {str(each["name"]): float(each["spent"]) for each in gradients})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BadPlan(f"this is not the output of explain --json: {type(error).__name__}: {error}") from None
 
 

@@ -28,6 +28,8 @@ COMPRESSOR_ERROR = 0.25  # assumed: compressors are timed alone, without the ste
 COMPRESSING = ("compress", "decompress", "propose")
 """First words of compressors' task names."""
 
+_MOST_LOG = 300.0  # so that times stay finite
+
 LEAST_GAIN = 0.01
 """Fraction of the step that a plan must save to beat another; about the resolution of a race."""
 
@@ -39,7 +41,8 @@ def in_draws(prices: StepPrices, plan: Plan) -> list[float]:
     errors = {_COMPUTE: compute, **dict.fromkeys(_MOVING.values(), links)}
     kinds = _kinds_of(tasks, plan)
     number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
-    factors = np.stack([np.exp(errors.get(kind, compressors) * _normals(kind)) for kind in number], axis=1)
+    logs = np.stack([errors.get(kind, compressors) * _normals(kind) for kind in number], axis=1)
+    factors = np.exp(np.clip(logs, -_MOST_LOG, _MOST_LOG))
     durations = np.array([task.duration_us for task in tasks])
     varied = durations * factors[:, [number[kind] for kind in kinds]]
     return step_times_us(tasks, [array("d", row.tobytes()) for row in varied], costs.processors)

@@ -24,12 +24,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
-
-VERSION = 4
-"""Version of the format of saved states."""
-
-PLAN, SCALE, GENERATORS = "followed plan", "scale of the loss", "generators"
-"""Keys of a saved state: the current plan, the loss scale of residuals, and the states of default random generators."""
+from fxcomp.state.fields import GENERATORS, PLAN, VERSION, check_state
 
 NOTHING_YET = "nothing yet"
 """Only key of a state saved before any gradient. An empty state would make in-place loading ignore the checkpoint."""
@@ -79,18 +74,20 @@ def _below(place: str, key: Any) -> str:
 def states_of(given: Any) -> list[Any]:
     """Return the states in `given`: a state, tensors of `to_tensors`, or a list of either.
 
-    Raises BadState if tensors are missing or a checksum is wrong.
+    Raises BadState if tensors are missing, a checksum is wrong, or a field of a state is missing or impossible.
     """
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):
         is_list = isinstance(given, list | tuple)
-        return [state for each in _listed(given) for state in states_of(each)] if is_list else [given]
+        return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
     ranks = saved_ranks(_names(given))
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
-    for state in states:
-        _check(state)
-    return [state for state in states if NOTHING_YET not in state]
+    return [check_state(_whole(state)) for state in states if not _is_nothing(state)]
+
+
+def _is_nothing(state: Any) -> bool:
+    return isinstance(state, Mapping) and NOTHING_YET in state
 
 
 def _names(given: Any) -> list[str]:
@@ -107,7 +104,7 @@ def _state(tensors: Any, rank: int) -> Any:
     try:
         text = bytes(tensors[f"rank{rank}.about"].cpu().tolist())
         return _with_tensors(json.loads(text), tensors, rank)
-    except (KeyError, ValueError, AttributeError, TypeError) as error:
+    except (KeyError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise BadState(
             f"the checkpoint of rank {rank} is not whole: {type(error).__name__}: {error}.\n"
             "  Load all tensors that step.checkpoint() returned there."
@@ -130,13 +127,7 @@ def saved_plan(saved: Any) -> Plan | None:
 
     Returns None if the state has no plan. Raises BadState if `saved` is not a state.
     """
-    states = states_of(saved)
-    if not all(isinstance(state, Mapping) for state in states):
-        raise BadState(
-            f"this is not a saved state; it is a {type(saved).__name__}.\n"
-            "  Read the file first, with torch.load, load_file or fxcomp.read_checkpoint."
-        )
-    plans: list[Any] = [state[PLAN] for state in states if PLAN in state]
+    plans: list[Any] = [state[PLAN] for state in states_of(saved) if PLAN in state]
     return Plan.from_json(plans[0]) if plans else None
 
 
@@ -157,6 +148,8 @@ def _checksum(state: Mapping[str, Any]) -> str:
 
 def _summed(value: Any) -> Any:
     if isinstance(value, Tensor):
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():  # its checksum would need memory
+            raise ValueError("a tensor of values that repeat")
         return [str(value.dtype), list(value.shape), checksum_of_tensor(value)]
     if isinstance(value, Mapping):
         return {str(key): _summed(held) for key, held in _items(value)}
@@ -176,10 +169,10 @@ def checksum_of_tensor(value: Tensor) -> str:
     return found.hexdigest()[:16]
 
 
-def _check(state: Any) -> None:
+def _whole(state: Any) -> Any:
     """Raise BadState if a state of this version has a wrong checksum or none. Other versions are refused later."""
     if not isinstance(state, Mapping) or state.get("version") != VERSION:  # pyright: ignore[reportUnknownMemberType]
-        return
+        return cast("object", state)
     known = cast("Mapping[str, Any]", state)
     try:
         is_whole = known.get(compat.CHECKSUM) == _checksum(known)
@@ -190,6 +183,7 @@ def _check(state: Any) -> None:
             f"the saved state of rank {known.get('rank')} is damaged, or was edited: its checksum is wrong.\n"
             "  Load an earlier one, on every rank."
         )
+    return known
 
 
 # torch.distributed.checkpoint

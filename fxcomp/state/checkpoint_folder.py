@@ -5,13 +5,16 @@ Imported when it is used, because torch.distributed.checkpoint takes 0.3 s.
 
 from __future__ import annotations
 
+import io
 import pathlib
 import pickle
 import sys
 import warnings
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
-from typing import Any, cast
+from types import FunctionType
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed.checkpoint.metadata as formats
@@ -33,8 +36,14 @@ _CLASSES: list[Any] = [
 """All that a checkpoint's `.metadata` names, besides element types."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that calls nothing else."""
+_Python: Any = vars(pickle)["_Unpickler"]
+"""Unpickler in Python: the one in C allocates as much memory as a few bytes demand."""
+
+
+class _Unpickler(_Python):
+    """Unpickler that calls nothing else, and changes no class."""
+
+    dispatch: ClassVar[dict[int, Any]] = _Python.dispatch.copy()
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         found = vars(sys.modules.get(module_name, pickle)).get(global_name)
@@ -42,13 +51,28 @@ class _Unpickler(pickle.Unpickler):
             return found
         raise pickle.UnpicklingError(f"its .metadata names {module_name}.{global_name}, which no checkpoint needs")
 
+    def _build(self) -> None:
+        if isinstance(self.stack[-2], type | FunctionType):
+            raise pickle.UnpicklingError(f"its .metadata changes {self.stack[-2]}")
+        _Python.load_build(self)
+
+    dispatch[pickle.BUILD[0]] = _build
+
 
 class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> formats.Metadata:
-        with Path(cast("Any", self).path, ".metadata").open("rb") as file:
-            found = _Unpickler(file).load()
+        """Read the metadata. Raise if it names a file outside of the folder, or tensors that the files cannot hold."""
+        folder = Path(cast("Any", self).path)
+        found = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
         if not isinstance(found, formats.Metadata):
             raise pickle.UnpicklingError(f"its .metadata is a {type(found).__name__}")
+        held = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
+        for at in found.storage_data.values():
+            if not 0 <= at.offset <= at.offset + at.length <= held[at.relative_path]:
+                raise ValueError(f"{at.relative_path} is shorter than its .metadata says")
+        kept = [each for each in found.state_dict_metadata.values() if isinstance(each, formats.TensorStorageMetadata)]
+        if sum(prod(each.size) * each.properties.dtype.itemsize for each in kept) > sum(held.values()):
+            raise ValueError("its tensors are larger than its files")
         found.storage_meta = found.storage_meta or formats.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -35,6 +35,7 @@ from fxcomp.graph.moments import updates_of
 from fxcomp.plan.compress import LEAST_WARM
 from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
+from fxcomp.state.fields import FREEZES_AT, MOVED, THAWED, THAWS
 from fxcomp.state.saved_state import Given, states_given
 
 LEAST_MAGNITUDE = 0.01
@@ -44,8 +45,6 @@ moves at most about ten times as far as other elements.
 
 _AT_ONCE = 1 << 20
 """Elements per chunk, which limits temporary memory."""
-
-_MOVED, _THAWED, _THAWS, _FREEZES_AT = "momenta", "thawed", "thaws", "freezes_at"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +195,9 @@ class Momenta:
 
     def saved(self, plan: Plan) -> dict[str, Any]:
         """Return the fields of a saved state: moved parameters, thaws and the next freeze."""
-        moved = {_MOVED: list(plan.moved)} if plan.moves_exchange else {}
-        put_off = {_FREEZES_AT: self.freezes_at} if self.freezes_at != self._planned_for else {}
-        return moved | put_off | ({_THAWED: self.is_thawed, _THAWS: self._thaws} if self._thaws else {})
+        moved = {MOVED: list(plan.moved)} if plan.moves_exchange else {}
+        put_off = {FREEZES_AT: self.freezes_at} if self.freezes_at != self._planned_for else {}
+        return moved | put_off | ({THAWED: self.is_thawed, THAWS: self._thaws} if self._thaws else {})
 
     def thaw(self, step: int, plan: Plan, energies: Mapping[str, float]) -> None:
         """Unfreeze second moments, multiply them by energies above 1, and choose the step of the next freeze.
@@ -266,9 +265,8 @@ class SavedMomenta(NamedTuple):
         found = states_given(given)
         if not found:
             return None
-        moved, is_thawed = list(map(str, found[0].get(_MOVED, ()))), bool(found[0].get(_THAWED))
-        thaws, freezes_at = int(found[0].get(_THAWS, is_thawed)), found[0].get(_FREEZES_AT)
-        return cls(moved, is_thawed, thaws, None if freezes_at is None else int(freezes_at))
+        is_thawed = found[0].get(THAWED, False)
+        return cls(found[0].get(MOVED, []), is_thawed, found[0].get(THAWS, int(is_thawed)), found[0].get(FREEZES_AT))
 
 
 def check_momenta(found: Sequence[SavedMomenta], plan: Plan, steps: int) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 
 WINDOW = 100
@@ -152,16 +151,10 @@ class Calendar:
         return {**lasts, BEGINS: None if self.timed else self.warm_from[0], IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Continue at another step under the same plan. Raises BadState.
+        """Continue at another step under the same plan.
 
         Without `saved`, the pause of drift checks ends.
         """
         self.followed_from = step
         for name, value in (("patience", 1), ("patient_until", step)):
-            known = value if saved is None else saved.get(name, value)
-            if not isinstance(known, int):
-                raise BadState(
-                    f"the state's calendar has {name} = {known!r}, which is not a number of steps.\n"
-                    "  Load a state as state_dict() returned it."
-                )
-            setattr(self, name, known)
+            setattr(self, name, value if saved is None else saved[name])

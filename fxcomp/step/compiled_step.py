@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,8 @@ from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.step_report import StepReport
 from fxcomp.search.decision import PlanMove, Raced
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import (
-    GENERATORS,
-    generators,
-    restore_generators,
-    saved_plan,
-    sealed,
-    states_of,
-    to_tensors,
-)
+from fxcomp.state.checkpoint import generators, restore_generators, saved_plan, sealed, states_of, to_tensors
+from fxcomp.state.fields import GENERATORS
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.execution import Execution
@@ -294,8 +288,8 @@ class CompiledStep:
         with self._site.ranks.together("load_state_dict", after_a_stop=True):
             self._execution.group.clear()
             states = self._site.ranks.attempt("reading a checkpoint", lambda: states_of(state))
-            self._schedule.follow_saved(states, self.steps)
-            steps = self.in_force.load(states, self._schedule.go_on)
+            follow = partial(self._schedule.follow_saved, states, self.steps)
+            steps = self.in_force.load(states, follow, self._schedule.go_on)
             if steps is not None:
                 self.steps = steps
                 self._schedule.resume(steps)

@@ -22,7 +22,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.runtime.arena import Key, SlotLayout
 from fxcomp.search.decision import Decision
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import SCALE
+from fxcomp.state.fields import SCALE
 from fxcomp.state.gradient_state import GradientState, Shapes, residual_layout, state_layout
 from fxcomp.state.handover import Sharing
 from fxcomp.state.inputs import Inputs

@@ -24,7 +24,7 @@ from fxcomp.plan.plan import Plan
 from fxcomp.ranks import Ranks
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.search.decision import Decision
-from fxcomp.state.checkpoint import PLAN
+from fxcomp.state.fields import CALENDAR, PLAN
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.inputs import Inputs
 from fxcomp.state.momenta import Momenta, SavedMomenta, check_momenta
@@ -32,8 +32,6 @@ from fxcomp.state.saved_state import Given, states_given
 from fxcomp.step.calendar import Calendar
 from fxcomp.step.follower import Follower, Trained
 from fxcomp.step.programs import CAPTURES, Programs
-
-CALENDAR = "calendar"
 
 
 class PlanInForce:
@@ -261,15 +259,21 @@ class PlanInForce:
         about = {PLAN: self.lasting.to_json(), CALENDAR: self.calendar.to_json()}
         return {**saved, **self.momenta.saved(self.plan), **about}
 
-    def load(self, given: Given, go_on: Callable[[SavedMomenta], None]) -> int | None:
+    def load(self, given: Given, follow: Callable[[], None], go_on: Callable[[SavedMomenta], None]) -> int | None:
         """Load saved states and enter the warm-up stage of the saved step. Every rank calls it. Raises BadState.
 
-        `go_on` restores the exchange of momenta or gradients. Return the saved number of steps; None without states.
+        After the states are found valid, `follow` follows the saved plan, and `go_on` restores the exchange of momenta
+        or gradients. Return the saved number of steps; None without states.
         """
-        momenta = SavedMomenta.told(given, self._site.ranks)
-        if momenta:
-            go_on(momenta[0])
-        steps = self._follower.load(given, lambda steps: self._start_over(steps, momenta))
+
+        def enter(steps: int) -> None:
+            follow()
+            momenta = SavedMomenta.told(given, self._site.ranks)
+            if momenta:
+                go_on(momenta[0])
+            self._start_over(steps, momenta)
+
+        steps = self._follower.load(given, enter)
         if steps is not None:
             self.calendar.resume(steps, _saved_calendar(given, self._site.ranks))
             self._follower.now.follow_scale(1.0)  # gradients come unscaled

@@ -27,6 +27,7 @@ from fxcomp.progress import compiling, phase
 from fxcomp.search.decision import Decision, PlanMove, Raced
 from fxcomp.search.runners import Runner, lined_up
 from fxcomp.site import Site
+from fxcomp.state.fields import CALENDAR
 from fxcomp.state.momenta import SavedMomenta
 from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.alike import SELDOM, Alike
@@ -37,7 +38,7 @@ from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.first_steps import FirstSteps
 from fxcomp.step.freeze import Freeze
 from fxcomp.step.observer import StepUnderWay
-from fxcomp.step.plan_in_force import CALENDAR, PlanInForce
+from fxcomp.step.plan_in_force import PlanInForce
 from fxcomp.step.race import LONGEST, WARM_STEPS, Race
 from fxcomp.step.step_times import StepTimes
 

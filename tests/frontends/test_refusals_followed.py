@@ -175,7 +175,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("state/checkpoint.py::_state", "is not whole"): (
         "state/test_checkpoint.py::test_a_checkpoint_with_something_missing_is_refused"
     ),
-    ("state/checkpoint.py::saved_plan", "this is not a saved state"): (
+    ("state/fields.py::check_state", "this is not a saved state"): (
         "state/test_checkpoint.py::test_the_plan_that_was_followed_is_read_back"
     ),
     ("state/checkpoint.py::read_checkpoint", "holds no state of a step"): (

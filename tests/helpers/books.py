@@ -24,7 +24,7 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.compressor_states import CompressorStates
-from fxcomp.state.checkpoint import sealed
+from fxcomp.state.checkpoint import sealed, states_of
 from fxcomp.state.gradient_state import GradientState, residual_layout, state_layout
 from fxcomp.state.saved_state import read_together, restore, state_dict
 from fxcomp.testing.rounds import Replica
@@ -183,7 +183,7 @@ class Job:
     def load(self, given: Sequence[Any]) -> None:
         def work(peer: VirtualRank) -> int:
             kept = self.carried[peer.rank]
-            agreed = read_together(given[peer.rank], SIZES, peer.sharing())
+            agreed = read_together(states_of(given[peer.rank]), SIZES, peer.sharing())
             assert agreed is not None
             restore(agreed, kept, {name: SIZES[name] for name in sorted(SIZES)}, peer.sharing("restoring"))
             return agreed.steps

@@ -105,7 +105,7 @@ def test_the_plan_that_was_followed_is_read_back():
     flat = to_tensors(sealed({**job.saved()[1], PLAN: job.plan.to_json()}))
     assert saved_plan(flat) == job.plan
     assert saved_plan(tensors(job)[0]) is None
-    with pytest.raises(BadState, match=r"(?s)not a saved state; it is a str.*Read the file first"):
+    with pytest.raises(BadState, match=r"(?s)not a saved state: it is a str.*fxcomp.read_checkpoint read from a file"):
         saved_plan("checkpoint.pt")
 
 

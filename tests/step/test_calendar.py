@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fxcomp.errors import BadState
 from fxcomp.plan.verified_steps import NO_STEPS, VerifiedSteps
 from fxcomp.step.calendar import BEGINS, IS_SETTLED, LASTS, SETTLED, WINDOW, Calendar, RaceTurn, Use
 
@@ -126,8 +125,3 @@ def test_free_steps_are_the_same_on_a_rank_that_knows_of_one_more_verified_step(
 def test_a_saved_calendar_says_whether_the_plan_of_then_was_to_stay(uses: dict[str, Any]):
     assert Calendar().to_json()[IS_SETTLED]
     assert not Calendar(**uses).to_json()[IS_SETTLED]
-
-
-def test_a_calendar_that_is_none_is_refused():
-    with pytest.raises(BadState, match="patience = 'soon', which is not a number of steps"):
-        Calendar().resume(3, {"patience": "soon"})
