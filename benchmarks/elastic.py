@@ -133,6 +133,9 @@ def train(folder: Path, steps: int, case: Case) -> None:
             end = {"model": model.state_dict(), "residuals": state["residuals"], "ranks": dist.get_world_size()}
             torch.save(end, folder / f"end-{dist.get_rank()}")
         tell("ended", steps=made[0].steps)
+    except SystemExit:
+        tell("stopped")
+        raise
     except BaseException as error:
         tell("failed", error=f"{type(error).__name__}: {error}")
         raise
