@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from killing.start import Course, Ending, Job, SmallDisk
 OFF = 1e-6
 """Largest part of all gradients that may be neither applied nor owed."""
 
+PATIENT_S = 60.0
+"""Timeout of jobs without a fault, which a busy machine may delay."""
+
 MAIN = Path(__file__).parent.parent / "kill_sweep.py"
 
 _NAMES_A_RANK = re.compile(r"\branks? \d")
@@ -39,17 +42,17 @@ class Setting:
 
     folder: Path
 
-    @lru_cache(maxsize=None)  # noqa: B019
-    def reference(self, kind: str, world: int, is_linear: bool, by: str) -> dict[str, Any]:
+    @cache  # noqa: B019
+    def reference(self, kind: str, world: int) -> dict[str, Any]:
         """Return what ranks of an undisturbed job ended with; its checkpoints stay."""
-        name = f"{kind} {world} {'linear' if is_linear else 'real'} {by}".replace(" ", "-")
+        name, by = f"{kind} {world}".replace(" ", "-"), "dcp" if kind == "HSDP" else "files"
         folder = self.folder / "references" / name
         kept = folder / "ends.pickle"
         if not kept.exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             forget_costs()
-            life = Life(kind, is_linear, folder, by, counts=True)
+            life = Life(kind, kind in RACING, folder, by, counts=True)
             ends = _undisturbed(life, world, folder / "logs")
             begin_from(folder, folder / "again", by, 0)
             again = _undisturbed(replace(life, folder=folder / "again", resumes=True), world, folder / "logs again")
@@ -61,7 +64,7 @@ class Setting:
 
 
 def _undisturbed(life: Life, world: int, logs: Path) -> list[dict[str, Any]]:
-    course = Job(life, world, logs=logs).run()
+    course = Job(life, world, logs=logs, timeout_s=PATIENT_S).run()
     bad = [end for end in course.ends if end.how != "finished"]
     assert not bad, f"a job without a fault failed: {life}: {bad[0].text}\n{bad[0].trace}"
     return [end.value for end in course.ends]
@@ -83,7 +86,7 @@ def run(point: Point, setting: Setting) -> dict[str, Any]:
 
 
 def _run(point: Point, setting: Setting, tries: int) -> dict[str, Any]:
-    reference = setting.reference(point.kind, point.world, point.is_linear, point.by)
+    reference = setting.reference(point.kind, point.world)
     aim = aim_of(point, reference["ends"][point.victim]["counts"], tries)
     folder = setting.folder / "points" / f"{point.number}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -136,37 +139,70 @@ def begin_from(reference: Path, saves: Path, by: str, which: int) -> None:
 # What ranks told
 
 
+TORCHS_OWN = {
+    "torch/distributed/fsdp/": "a collective of fully_shard",
+    "torch/distributed/checkpoint/": "a collective of torch.distributed.checkpoint",
+    "torch/nn/parallel/": "a collective of DistributedDataParallel",
+    "torch/distributed/device_mesh": "making a device mesh",
+}
+"""Callers of torch's collectives in which fxcomp has no part."""
+
+
+def _cause(end: Ending) -> str:
+    """Name torch's own call that raised; empty if fxcomp called, or nothing was raised."""
+    if end.how == "error" and ("init_process_group(" in end.trace or "TCPStore(" in end.trace):
+        return "init_process_group"
+    for path in reversed(re.findall(r'File "([^"]+)", line', end.trace)):
+        if "/fxcomp/" in path:
+            return ""
+        if found := next((what for part, what in TORCHS_OWN.items() if part in path), ""):
+            return found
+    return ""
+
+
 def _told(point: Point, course: Course) -> dict[str, Any]:
     """Describe how ranks ended after the fault."""
-    hit = course.hit
-    goes_on = point.fault == BLINK
-    found, anomalies = [], []
-    for rank, end in enumerate(course.ends):
-        since = course.went_on if rank == point.victim and point.fault == STOP and course.went_on else hit
-        seconds = None if since is None else round(end.at - since, 2)
-        line = end.text.partition("\n")[0]
-        names = bool(_NAMES_A_RANK.search(end.text))
-        is_victim = rank == point.victim
-        found.append(
-            {"rank": rank, "victim": is_victim, "how": end.how, "error": end.error, "line": line[:400], "names": names,
-             "seconds": seconds, "exits_s": None if end.exits_s is None else round(end.exits_s, 1)}
-        )  # fmt: skip
-        if end.how == "hangs":
-            anomalies.append(f"rank {rank} hangs:\n{end.trace[-3000:]}")
-        elif end.exits_s is None:
-            anomalies.append(f"rank {rank} does not exit after {end.error}")
-        if end.how == "died" and not is_victim:
-            anomalies.append(f"rank {rank} died")
-        if end.how == "error" and not is_victim and not names:
-            anomalies.append(f"rank {rank} names no rank: {end.error}: {line}\n{end.trace[-3000:]}")
-    if hit is not None:
-        ended = {end.how == "finished" for end in course.ends}
-        if goes_on and ended != {True}:
+    found = [_end(rank, end, point, course) for rank, end in enumerate(course.ends)]
+    anomalies = [f"rank {e['rank']} {why}" for e, end in zip(found, course.ends, strict=True) if (why := _odd(e, end))]
+    if course.hit is not None:
+        finished = [e["rank"] for e in found if e["how"] == "finished"]
+        is_whole = len(finished) == len(found)
+        if point.fault == BLINK and not is_whole:
             anomalies.append("the job did not go on")
-        if not goes_on and True in ended and (len(ended) > 1 or point.fault not in (LIMIT, DISK)):
-            alone = [rank for rank, end in enumerate(course.ends) if end.how == "finished"]
-            anomalies.append(f"ranks {alone} finished without an error")
-    return {"hit": hit is not None, "ends": found, "anomalies": anomalies}
+        if finished and point.fault != BLINK and not (is_whole and point.fault in (LIMIT, DISK)):
+            anomalies.append(f"ranks {finished} finished without an error")
+    return {"hit": course.hit is not None, "ends": found, "anomalies": anomalies}
+
+
+def _end(rank: int, end: Ending, point: Point, course: Course) -> dict[str, Any]:
+    is_victim = rank == point.victim
+    since = course.went_on if is_victim and point.fault == STOP and course.went_on else course.hit
+    return {
+        "rank": rank,
+        "victim": is_victim,
+        "how": end.how,
+        "error": end.error,
+        "line": end.text.partition("\n")[0][:400],
+        "names": bool(_NAMES_A_RANK.search(end.text)),
+        "cause": _cause(end),
+        "seconds": None if since is None else round(end.at - since, 2),
+        "exits_s": None if end.exits_s is None else round(end.exits_s, 1),
+    }
+
+
+def _odd(found: dict[str, Any], end: Ending) -> str:
+    """Say what is wrong with the end of a rank; empty if nothing is."""
+    if end.how == "hangs":
+        return f"hangs:\n{end.trace[-4000:]}"
+    if end.exits_s is None:
+        return f"does not exit after {end.error}"
+    if found["victim"]:
+        return ""
+    if end.how == "died":
+        return "died"
+    if end.how == "error" and not found["names"] and not found["cause"]:
+        return f"names no rank: {end.error}: {found['line']}\n{end.trace[-4000:]}"
+    return ""
 
 
 # The restart
@@ -178,12 +214,13 @@ def _restarted(point: Point, life: Life, reference: dict[str, Any], folder: Path
     if point.restart_by == "torchrun":
         ends = _by_torchrun(again, point.next_world, folder)
     else:
-        ends = Job(again, point.next_world, logs=folder / "logs again").run().ends
+        ends = Job(again, point.next_world, logs=folder / "logs again", timeout_s=PATIENT_S).run().ends
     seconds = round(time.monotonic() - begin, 1)
     bad = [(rank, end) for rank, end in enumerate(ends) if end.how != "finished"]
     if bad:
         rank, end = bad[0]
-        return {"restart_s": seconds, "wrong": [f"restart failed on rank {rank}: {end.how} {end.error}: {end.text}\n{end.trace[-3000:]}"]}  # fmt: skip
+        wrong = f"restart failed on rank {rank}: {end.how} {end.error}: {end.text}\n{end.trace[-4000:]}"
+        return {"restart_s": seconds, "wrong": [wrong]}
     return {"restart_s": seconds, **_verdict(point, reference, ends, point.next_world)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -31,7 +32,10 @@ from fxcomp.step.calendar import Use
 WIDTHS = (16, 64, 32, 4)
 Batch = tuple[Tensor, Tensor, dict[str, Tensor]]
 
-TWO_SHOTS = "compress(int4(block=32)) > all_to_all@world > decompress > compress(int4(block=32)) > all_gather@world > decompress"
+TWO_SHOTS = (
+    "compress(int4(block=32)) > all_to_all@world > decompress"
+    " > compress(int4(block=32)) > all_gather@world > decompress"
+)
 ONE_SHOT = "compress({}) > all_gather@world > decompress"
 LOW_RANK = "propose(powersgd(2)) > all_reduce@world > compress(powersgd(2)) > all_reduce@world > decompress"
 EVERYWHERE = fxcomp.ErrorFeedback(everywhere=True)
@@ -42,7 +46,7 @@ class Model(nn.Module):
 
     def __init__(self, is_linear: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS))
         self.is_linear = is_linear
 
     def forward(self, batch: Batch) -> Tensor:

@@ -87,19 +87,19 @@ def _points(seed: int) -> Iterator[Point]:
     rng = random.Random(seed)
     phases = {kind: itertools.cycle(_shifted(rng, of)) for kind, of in KINDS.items()}
     faults = {phase: itertools.cycle(_shifted(rng, SAVING if phase == "saving" else ANYWHERE)) for phase in PHASES}
-    for number, kind in enumerate(itertools.cycle(KINDS)):
+    for number, kind in enumerate(itertools.cycle([*KINDS, *(kind for kind in KINDS if kind != "HSDP")])):
         phase = next(phases[kind])
         fault = next(faults[phase])
         world = 4 if kind == "HSDP" else rng.choice((3, 4))
-        is_elastic = rng.random() < 0.25 and kind not in ("HSDP", "momenta")
-        may_use_dcp = kind not in ("backend", "hook race")
-        is_by_dcp = kind == "HSDP" or (rng.random() < 0.15 and may_use_dcp and fault != DISK)
+        resumes = phase == "loading" or (phase == "compiling" and rng.random() < 0.5)
+        is_elastic = rng.random() < 0.3 and kind not in ("HSDP", "momenta") and (not resumes or kind in RACING)
+        is_by_dcp = rng.random() < 0.15 and kind not in ("backend", *RACING) and fault != DISK and not resumes
         yield Point(
             number, kind, phase, fault, world,
             victim=rng.randrange(world),
             next_world=7 - world if is_elastic else world,
-            resumes=phase == "loading" or (phase == "compiling" and rng.random() < 0.5),
-            by="dcp" if is_by_dcp else "files",
+            resumes=resumes,
+            by="dcp" if is_by_dcp or kind == "HSDP" else "files",
             store_at="rank 0" if fault in LINK or rng.random() < 0.5 else "parent",
             restart_by="torchrun" if number % 32 == 1 else "fork",
             function=rng.random(),

@@ -85,6 +85,7 @@ class _Place:
     """Process that holds each rank's network namespace; empty without."""
     environment: dict[str, str]
     logs: Path
+    timeout_s: float
 
 
 @dataclass
@@ -96,6 +97,7 @@ class Job:
     store_at: str = "parent"
     hosts: ShapedHosts | None = None
     logs: Path = Path("logs")
+    timeout_s: float = TIMEOUT_S
     _processes: list[BaseProcess] = field(default_factory=list[BaseProcess])
     _pipes: list[Connection] = field(default_factory=list[Connection])
     _undo: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
@@ -112,7 +114,7 @@ class Job:
         pids = [] if self.hosts is None else [holder.pid for holder in self.hosts._holders[1:]]
         interface = "lo" if self.hosts is None else "eth0"
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-        place = _Place(address, port, self.world, is_hosted, pids, environment, self.logs)
+        place = _Place(address, port, self.world, is_hosted, pids, environment, self.logs, self.timeout_s)
         try:
             for rank in range(self.world):
                 mine, theirs = helper._PROCESSES.Pipe()
@@ -222,7 +224,7 @@ def _rank(pipe: Connection, rank: int, place: _Place, life: Life) -> None:
             wait_for_workers=False,
             timeout=timedelta(seconds=60),
         )
-        timeout = timedelta(seconds=TIMEOUT_S)
+        timeout = timedelta(seconds=place.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=place.world, timeout=timeout)
         value = lived(life, pipe)
         pipe.send(("finished", value.pop("at"), "", "", "", value))

@@ -8,8 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from killing.points import FAULTS, KINDS, PHASES
 from records import table
+
+from killing.points import FAULTS, KINDS, PHASES
 
 Record = dict[str, Any]
 
@@ -79,16 +80,17 @@ def _by(what: str, values: Iterable[str], records: Sequence[Record]) -> str:
         followed = sum(record.get("followed") is True for record in some)
         rows.append([value, len(some), median, most, bits, f"{max(owed):.0e} ({len(owed)})" if owed else "", followed,
                      sum(record["lost"] for record in some)])  # fmt: skip
-    head = f"{what} | points > | s to the error > | at most > | same bits > | not owed (points) > | plan in force > | lost >"
-    return table(head, rows)
+    head = "points > | s to the error > | at most > | same bits > | off (points) > | plan in force > | lost >"
+    return table(f"{what} | {head}", rows)
 
 
 def _messages(ends: Sequence[Record]) -> str:
-    groups: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for end in ends:
-        groups[end["error"], general(end["line"]), end["names"]].append(end["seconds"] or 0.0)
+        names = "yes" if end["names"] else f"**no**: {end['cause'] or 'fxcomp'}"
+        groups[end["error"], general(end["line"]), names].append(end["seconds"] or 0.0)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    rows = [[len(seconds), f"{statistics.median(seconds):.1f}", error, "yes" if names else "**no**", line]
+    rows = [[len(seconds), f"{statistics.median(seconds):.1f}", error, names, line]
             for (error, line, names), seconds in ordered]  # fmt: skip
     return table("count > | median s > | error | names a rank | first line", rows)
 
