@@ -87,7 +87,8 @@ def _points(seed: int) -> Iterator[Point]:
     rng = random.Random(seed)
     phases = {kind: itertools.cycle(_shifted(rng, of)) for kind, of in KINDS.items()}
     faults = {phase: itertools.cycle(_shifted(rng, SAVING if phase == "saving" else ANYWHERE)) for phase in PHASES}
-    for number, kind in enumerate(itertools.cycle([*KINDS, *(kind for kind in KINDS if kind != "HSDP")])):
+    others = ["race" if kind == "HSDP" else kind for kind in (*KINDS, "replanning", "hook race")]  # HSDP: half as often
+    for number, kind in enumerate(itertools.cycle([*KINDS, *others])):
         phase = next(phases[kind])
         fault = next(faults[phase])
         world = 4 if kind == "HSDP" else rng.choice((3, 4))
