@@ -175,7 +175,7 @@ def _told(point: Point, course: Course) -> dict[str, Any]:
 
 
 def _end(rank: int, end: Ending, point: Point, course: Course) -> dict[str, Any]:
-    is_victim = rank == point.victim
+    is_victim = rank == point.victim or (point.fault == DISK and ", in _save" in end.trace)  # all write to the disk
     since = course.went_on if is_victim and point.fault == STOP and course.went_on else course.hit
     return {
         "rank": rank,
@@ -185,7 +185,7 @@ def _end(rank: int, end: Ending, point: Point, course: Course) -> dict[str, Any]
         "line": end.text.partition("\n")[0][:400],
         "names": bool(_NAMES_A_RANK.search(end.text)),
         "cause": _cause(end),
-        "seconds": None if since is None else round(end.at - since, 2),
+        "seconds": None if since is None or not end.at else round(end.at - since, 2),
         "exits_s": None if end.exits_s is None else round(end.exits_s, 1),
     }
 
