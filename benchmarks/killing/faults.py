@@ -21,9 +21,7 @@ from killing.points import ALLOCATION, DISK, EXIT, KILL, LIMIT, LINK, STOP, TERM
 
 ROOT = str(Path(fxcomp.__file__).parent)
 
-ALLOCATING = frozenset(
-    ("empty", "zeros", "ones", "full", "empty_like", "new_empty", "new_zeros", "clone", "cat")
-)
+ALLOCATING = frozenset(("empty", "zeros", "ones", "full", "empty_like", "new_empty", "new_zeros", "clone", "cat"))
 """Names of torch's functions that allocate memory."""
 
 Counts = dict[str, dict[str, int]]

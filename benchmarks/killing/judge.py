@@ -274,7 +274,7 @@ def _off(point: Point, values: list[dict[str, Any]], began: int, world: int) -> 
     size = max(float(numpy.abs(each).max()) for each in due.values())
     for name, start in built(True).state_dict().items():
         applied = start.double().numpy() - values[0]["parameters"][name]
-        owed = sum(value["owed"][name] for value in values).reshape(applied.shape)
+        owed = numpy.sum([value["owed"][name] for value in values], axis=0).reshape(applied.shape)
         largest = max(largest, float(numpy.abs(applied + owed - due[name]).max()))
     return largest / size
 

@@ -19,7 +19,7 @@ import fxcomp
 from fxcomp.state.checkpoint import PLAN, SCALE, states_of, to_tensors
 from fxcomp.step.calendar import IS_SETTLED
 from fxcomp.step.plan_in_force import CALENDAR
-from killing.faults import Aim, Counts, Watch, strike
+from killing.faults import Aim, Counts, Watch, give_memory_back, strike
 from killing.kinds import SHAPES, START, Training, let_plans_race, steps_of
 
 SAVES = 4
@@ -67,7 +67,8 @@ def lived(life: Life, pipe: Connection | None = None) -> dict[str, Any]:
         if (number + 1) % (steps // SAVES) == 0:
             with watch.phase("saving"):
                 _save(life, job, number + 1)
-    return _ended(job, first, is_followed, watch.counts)
+    give_memory_back()
+    return _ended(job, first, is_followed, {phase: dict(found) for phase, found in watch.counts.items()})
 
 
 # Checkpoints
@@ -167,7 +168,7 @@ def _ended(job: Training, first: int, is_followed: Any, counts: Counts) -> dict[
         "owed": {name: value.numpy() for name, value in _owed(job.state()).items()},
         "began": first,
         "is_followed": None if isinstance(is_followed, str) else is_followed,
-        "counts": {phase: dict(found) for phase, found in counts.items()},
+        "counts": counts,
         "plan": None if job.plan is None else job.plan.digest,
         "at": time.monotonic(),
     }

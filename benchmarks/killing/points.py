@@ -59,7 +59,7 @@ class Point:
     resumes: bool
     """True if the job that is hit has itself loaded a checkpoint."""
     by: str
-    """How checkpoints are written: a file for each rank, or torch.distributed.checkpoint."""
+    """Writer of checkpoints: `files`, one for each rank, or `dcp`."""
     store_at: str
     """Process that hosts the store: rank 0, or the parent, like torchrun's agent."""
     restart_by: str

@@ -50,7 +50,7 @@ helper._PROCESSES.set_forkserver_preload(["pytest", "helpers.warm_rank", "killin
 
 @dataclass
 class Ending:
-    """How a rank ended: `finished`, `error`, `died` or `hangs`."""
+    """End of a rank: `finished`, `error`, `died` or `hangs`."""
 
     how: str = "hangs"
     error: str = ""
@@ -74,7 +74,7 @@ class Course:
 
 @dataclass(frozen=True)
 class _Place:
-    """How ranks meet, and where they write."""
+    """Meeting place of ranks, and folder of their output."""
 
     address: str
     port: int
@@ -146,7 +146,7 @@ class Job:
                     course.hit, until = at, time.monotonic() + HANGS_S
                     until += self._struck(rank, pipe)
                 else:
-                    course.ends[rank] = Ending(what, *told[:3], at, *told[3:])
+                    course.ends[rank] = Ending(what, *told[:3], at, told[3])
                     ended.add(rank)
         for rank in set(range(self.world)) - ended:
             course.ends[rank].trace = self._where(rank)
@@ -232,7 +232,7 @@ def _rank(pipe: Connection, rank: int, place: _Place, life: Life) -> None:
     except BaseException as error:
         at = time.monotonic()
         give_memory_back()
-        pipe.send(("error", at, type(error).__name__, str(error), traceback.format_exc()))
+        pipe.send(("error", at, type(error).__name__, str(error), traceback.format_exc(), None))
 
 
 def place_in(place: _Place, rank: int) -> None:
