@@ -129,7 +129,7 @@ class Compiled(Training):
 
     def __init__(self, is_linear: bool, strategy: str | None, **options: Any) -> None:
         self.model = built(is_linear)
-        at_momenta, self.replans = options.pop("at_momenta", False), options.pop("replans", False)
+        at_momenta, self.replans_at = options.pop("at_momenta", False), list(options.pop("replans_at", ()))
         self.micro_batches = options.get("accumulate", 1)
         self.scaler = options.get("scaler")
         self.optimizer = (
@@ -171,9 +171,10 @@ class Compiled(Training):
         return "racing" if calendar.turn is not None else "stepping"
 
     def replan(self, number: int) -> None:
-        if self.replans and number % 6 == 5:
-            with suppress(CannotReplan):
+        if self.replans_at and number >= self.replans_at[0]:
+            with suppress(CannotReplan):  # until the race is over
                 self.step.replan()
+                self.replans_at.pop(0)
 
     @property
     def plan(self) -> Plan:
@@ -286,16 +287,20 @@ START: Mapping[str, Callable[[bool], Training]] = {
     "HSDP": Sharded,
     "race": lambda linear: Compiled(linear, None),
     "hook race": lambda linear: Hook(linear, races=True),
-    "replanning": lambda linear: Compiled(linear, None, replans=True),
+    "replanning": lambda linear: Compiled(linear, None, replans_at=(66, 106)),
 }
 """Start a job of each kind; the argument says whether its loss is linear."""
 
-STEPS = {"race": 80, "hook race": 70, "replanning": 120}
+STEPS = {"race": 80, "hook race": 72, "replanning": 120}
 """Number of steps of a job; 16 for kinds with a given plan."""
 
 
 def steps_of(kind: str) -> int:
     return STEPS.get(kind, 16)
+
+
+def saves_every(kind: str) -> int:
+    return 8 if kind in STEPS else 4
 
 
 def let_plans_race() -> None:

@@ -20,10 +20,7 @@ from fxcomp.state.checkpoint import PLAN, SCALE, states_of, to_tensors
 from fxcomp.step.calendar import IS_SETTLED
 from fxcomp.step.plan_in_force import CALENDAR
 from killing.faults import Aim, Counts, Watch, give_memory_back, strike
-from killing.kinds import SHAPES, START, Training, let_plans_race, steps_of
-
-SAVES = 4
-"""Number of checkpoints of a job."""
+from killing.kinds import SHAPES, START, Training, let_plans_race, saves_every, steps_of
 
 UNNOTICED = 3
 """Last steps of a job, in which no fault strikes: other ranks might end without noticing it."""
@@ -64,7 +61,7 @@ def lived(life: Life, pipe: Connection | None = None) -> dict[str, Any]:
             is_followed = job.plan.digest == is_followed if isinstance(is_followed, str) else is_followed
         with watch.phase("replanning"):
             job.replan(number)
-        if (number + 1) % (steps // SAVES) == 0:
+        if (number + 1) % saves_every(life.kind) == 0:
             with watch.phase("saving"):
                 _save(life, job, number + 1)
     give_memory_back()
@@ -107,7 +104,7 @@ def _save(life: Life, job: Training, steps: int) -> None:
         os.fsync(file.fileno())
     part.replace(name)
     if rank == 0:
-        oldest = life.folder / f"step-{steps - 2 * (steps_of(life.kind) // SAVES)}"
+        oldest = life.folder / f"step-{steps - 2 * saves_every(life.kind)}"
         for file in oldest.glob("*") if life.counts is False else ():
             file.unlink()
 
