@@ -28,7 +28,7 @@ from helpers import ranks as helper
 from fxcomp.commands.demo.shaped_hosts import ShapedHosts
 from killing.faults import give_memory_back, handle_signals
 from killing.life import Life, lived
-from killing.points import BLINK, LINK, STOP
+from killing.points import BLINK, CUT, LINK, STOP
 
 TIMEOUT_S = 5.0
 """Timeout of the process group."""
@@ -38,6 +38,9 @@ STOPPED_S = TIMEOUT_S + 4.0
 
 HANGS_S = 30.0
 """Time after the fault, or after a stopped rank continues, within which every rank must have ended."""
+
+DOWN_S = {BLINK: 2.0, CUT: HANGS_S}
+"""Time that a link is down."""
 
 SLOW_S = 240.0
 """Time that a job may take without a fault."""
@@ -162,7 +165,7 @@ class Job:
             return STOPPED_S
         if aim.fault in LINK:
             self._link(rank, "down")
-            self._undo.append((time.monotonic() + (2.0 if aim.fault == BLINK else HANGS_S), f"link {rank}"))
+            self._undo.append((time.monotonic() + DOWN_S[aim.fault], f"link {rank}"))
             pipe.send("down")
         return SLOW_S / 2 if aim.fault == BLINK else 0.0
 
