@@ -5,8 +5,8 @@
     python benchmarks/hostile_files.py --kinds plan --only 1234      # one mutation, with its traceback
 
 Half of the mutations change bytes; half change the object in the file and seal it again. A mutation depends on its kind
-and number alone. A finding is another error than an FxcompError, a wrong result, a read or use that takes longer than
-`SLOW_S`, or one that takes more memory than ten times the file and 50 MB.
+and number alone. A finding is an error other than FxcompError, a wrong result, more than `SLOW_S` seconds of processor
+time, or memory above ten times the file and 50 MB.
 """
 
 from __future__ import annotations

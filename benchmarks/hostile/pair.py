@@ -27,7 +27,7 @@ from fxcomp.step.compiled_step import CompiledStep
 TWO_RANKS = Cluster(2, 1, intra=Link(5.0, 5.0), inter=Link(50.0, 0.1))
 
 ANSWERS: dict[str, Callable[[Any], Any]] = {}
-"""What rank 1 answers to rank 0's value, by the end of the topic; by default the same value."""
+"""Answers of rank 1 to rank 0's value, by the end of the topic; by default the same value."""
 
 
 def join() -> None:

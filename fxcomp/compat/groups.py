@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import stat
+import struct
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -47,16 +51,74 @@ def world() -> Any:
     return dist.GroupMember.WORLD
 
 
+class _AnsweringStore:
+    """Store that is left at the first call without an answer, because the next call would read a late answer."""
+
+    def __init__(self, store: dist.Store):
+        self._store = store
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._store, name)
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return method(*arguments)
+            except dist.DistNetworkError:
+                for connection in _store_connections():
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                raise
+
+        return call
+
+
+_limited = weakref.WeakSet[Any]()
+"""Default stores whose connection has the group's timeout."""
+
+
 def default_store() -> dist.Store:
-    """Return the default process group's store with a key prefix."""
-    return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
+    """Return the default process group's store with a key prefix. Its calls raise after the group's timeout.
+
+    torch waits for an answer without a limit: for ever if the process that hosts the store is stopped, and for a
+    quarter of an hour if its host cannot be reached.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if store not in _limited:
+        _limited.add(store)
+        seconds, part = divmod(group_timeout().total_seconds(), 1.0)
+        for connection in _store_connections():
+            limit = struct.pack("ll", int(seconds), int(1e6 * part))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    return cast("dist.Store", _AnsweringStore(dist.PrefixStore("fxcomp", store)))
 
 
-def store_host() -> str | None:
+def _store_connections() -> Generator[socket.socket]:
+    """Yield this process's connections to the default store's server."""
+    store = _innermost_store()
+    host, port = (getattr(store, name, None) for name in ("host", "port"))
+    if host is None or port is None or not os.path.isdir("/dev/fd"):
+        return
+    with suppress(OSError):
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, port)}
+        for number in os.listdir("/dev/fd"):
+            with suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(number))) as found:
+                    peer = found.getpeername()
+                    if peer[1:2] == (port,) and peer[0].removeprefix("::ffff:") in addresses:
+                        yield found
+
+
+def _innermost_store() -> Any:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return getattr(store, "host", None)
+    return store
+
+
+def store_host() -> str | None:
+    return getattr(_innermost_store(), "host", None)
 
 
 def is_store_gone(error: Exception) -> bool:

@@ -69,7 +69,7 @@ class _Reader(filesystem.FileSystemReader):
         held = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
         for at in found.storage_data.values():
             if not 0 <= at.offset <= at.offset + at.length <= held[at.relative_path]:
-                raise ValueError(f"{at.relative_path} is shorter than its .metadata says")
+                raise ValueError(f"{at.relative_path} is shorter than the .metadata needs")
         kept = [each for each in found.state_dict_metadata.values() if isinstance(each, formats.TensorStorageMetadata)]
         if sum(prod(each.size) * each.properties.dtype.itemsize for each in kept) > sum(held.values()):
             raise ValueError("its tensors are larger than its files")

@@ -175,8 +175,11 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("state/checkpoint.py::_state", "is not whole"): (
         "state/test_checkpoint.py::test_a_checkpoint_with_something_missing_is_refused"
     ),
-    ("state/fields.py::check_state", "this is not a saved state"): (
-        "state/test_checkpoint.py::test_the_plan_that_was_followed_is_read_back"
+    ("state/checkpoint.py::_whole", "is damaged, or was edited"): (
+        "state/test_checkpoint.py::test_a_state_that_was_changed_is_refused"
+    ),
+    ("state/checkpoint.py::read_checkpoint", "is damaged"): (
+        "state/test_checkpoint.py::test_a_damaged_folder_is_refused_and_an_earlier_one_offered"
     ),
     ("state/checkpoint.py::read_checkpoint", "holds no state of a step"): (
         "state/test_checkpoint.py::test_a_folder_without_a_whole_checkpoint_is_refused"

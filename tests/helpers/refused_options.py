@@ -116,7 +116,7 @@ OPTIONS_ROWS = {
         lambda: fxcomp.no_sync(small()).__enter__(),
     ),
     "a path that is none": Row("takes the path of a folder", lambda: read_checkpoint(3)),
-    "half a checkpoint": Row("Load an earlier one", lambda: read_checkpoint(Path.cwd())),
+    "half a checkpoint": Row("holds no whole checkpoint", lambda: read_checkpoint(Path.cwd())),
     "micro-batches": Row("1 or more", WhatIf(accumulate=0).check, WhatIf(accumulate=1).check),
     "the time of a step": Row(
         "is how long a step takes without a network", WhatIf(step_ms=0.0).check, WhatIf(step_ms=1.0).check
