@@ -11,7 +11,6 @@ import socket
 import stat
 import struct
 import threading
-import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -51,45 +50,24 @@ def world() -> Any:
     return dist.GroupMember.WORLD
 
 
-class _AnsweringStore:
-    """Store that is left at the first call without an answer, because the next call would read a late answer."""
-
-    def __init__(self, store: dist.Store):
-        self._store = store
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._store, name)
-
-        def call(*arguments: Any) -> Any:
-            try:
-                return method(*arguments)
-            except dist.DistNetworkError:
-                for connection in _store_connections():
-                    with suppress(OSError):
-                        connection.shutdown(socket.SHUT_RDWR)
-                raise
-
-        return call
-
-
-_limited = weakref.WeakSet[Any]()
-"""Default stores whose connection has the group's timeout."""
-
-
 def default_store() -> dist.Store:
     """Return the default process group's store with a key prefix. Its calls raise after the group's timeout.
 
     torch waits for an answer without a limit: for ever if the process that hosts the store is stopped, and for a
     quarter of an hour if its host cannot be reached.
     """
-    store = dist.distributed_c10d._get_default_store()
-    if store not in _limited:
-        _limited.add(store)
-        seconds, part = divmod(group_timeout().total_seconds(), 1.0)
-        for connection in _store_connections():
-            limit = struct.pack("ll", int(seconds), int(1e6 * part))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    return cast("dist.Store", _AnsweringStore(dist.PrefixStore("fxcomp", store)))
+    seconds, part = divmod(group_timeout().total_seconds(), 1.0)
+    for connection in _store_connections():
+        limit = struct.pack("ll", int(seconds), int(1e6 * part))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
+
+
+def leave_store() -> None:
+    """Close the connection to the default store after a call without an answer: the next would read a late one."""
+    for connection in _store_connections():
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _store_connections() -> Generator[socket.socket]:
@@ -150,6 +128,9 @@ def set_once(store: dist.Store, key: str, value: str) -> str:
     """Write `value` unless the key exists, and return the key's value. If the store fails, return `value`."""
     try:
         return store.compare_set(key, "", value).decode()
+    except dist.DistNetworkError:
+        leave_store()
+        return value
     except (RuntimeError, NotImplementedError):
         # The caller's error is more important than the store's. Stores without compare_set keep the last of
         # simultaneous writes.
