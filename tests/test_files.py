@@ -137,13 +137,15 @@ def test_jobs_that_share_a_cache_never_read_half_a_table(tmp_path: Path):
 
 def test_what_a_killed_writer_left_is_deleted_after_an_hour(tmp_path: Path):
     path = tmp_path / "plan.json"
-    left, writing, another = (tmp_path / name for name in (".plan.json.a.tmp", ".plan.json.b.tmp", ".other.json.c.tmp"))
-    for each in (left, writing, another):
-        each.touch()
-    for each in (left, another):
-        os.utime(each, (0, 0))
+    names = (".plan.json.a.fxcomp.tmp", ".plan.json.b.fxcomp.tmp", ".other.json.c.fxcomp.tmp", ".plan.json.d.tmp")
+    left, writing, another, theirs = folders = [tmp_path / name for name in names]
+    for each in folders:
+        each.mkdir()
+        (each / "new").touch()
+        os.utime(each, None if each == writing else (0, 0))
     PLAN.save(path)
-    assert {*tmp_path.iterdir()} == {path, writing, another}
+    assert {*tmp_path.iterdir()} == {path, writing, another, theirs}
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("kind", SAVED)

@@ -1,6 +1,6 @@
 """Write files atomically, and check them when they are read.
 
-    save_json ──► data + checksum ──► write_atomically: another file, fsync, rename, fsync of the folder
+    save_json ──► data + checksum ──► write_atomically: a file beside it, fsync, rename, fsync of the folder
     read_json ◄── data without it ◄── refused if the checksum is another
 
 A file without a checksum, such as one written by hand, is read.
@@ -14,6 +14,7 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -25,8 +26,11 @@ from typing import Any, cast
 CHECKSUM = "checksum"
 """Key of a file's checksum."""
 
+_SUFFIX = ".fxcomp.tmp"
+"""End of the name of a folder with an unfinished file."""
+
 _ABANDONED_S = 3600.0
-"""Age from which an unfinished file is deleted: its writer was killed."""
+"""Age, in s, from which such a folder is deleted: its writer was killed."""
 
 
 def cache_directory() -> Path:
@@ -107,13 +111,10 @@ def write_atomically(
     place = Path(os.path.realpath(path))
     if makes_folder:
         place.parent.mkdir(parents=True, exist_ok=True)
-    mode = 0o666 & ~_umask()
-    if place.exists():
-        mode = stat.S_IMODE(place.stat().st_mode)
-        if not os.access(place, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    if place.exists() and not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        _replace(place, data, mode, keeps_previous)
+        _replace(place, data, keeps_previous)
     except OSError as error:
         if error.errno not in _NOT_REPLACED:
             raise
@@ -127,26 +128,22 @@ _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDE
 """Errors of a folder that forbids new files, and of mounted files."""
 
 
-def _replace(place: Path, data: bytes, mode: int, keeps_previous: bool) -> None:
+def _replace(place: Path, data: bytes, keeps_previous: bool) -> None:
     _delete_abandoned(place)
-    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:80]}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    prefix = f".{place.name[:80]}."
+    with tempfile.TemporaryDirectory(_SUFFIX, prefix, place.parent, ignore_cleanup_errors=True) as beside:
+        new, previous = Path(beside, "new"), Path(beside, "previous")
+        with new.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file under the new name
-        os.chmod(temporary, mode)
+        with suppress(FileNotFoundError):
+            new.chmod(stat.S_IMODE(place.stat().st_mode))
         if keeps_previous:
             with suppress(OSError):  # there is none, or no hard links
-                os.link(place, f"{temporary}~")
-                os.replace(f"{temporary}~", f"{place}~")
-        os.replace(temporary, place)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    finally:
-        with suppress(OSError):
-            os.unlink(f"{temporary}~")
+                os.link(place, previous)
+                previous.replace(f"{place}~")
+        new.replace(place)
     with suppress(OSError):  # some file systems have no fsync of folders
         folder = os.open(place.parent, os.O_RDONLY)
         try:
@@ -157,14 +154,7 @@ def _replace(place: Path, data: bytes, mode: int, keeps_previous: bool) -> None:
 
 def _delete_abandoned(place: Path) -> None:
     """Delete unfinished files that killed writers of the same file left."""
-    with suppress(OSError):
-        for left in place.parent.glob(f".{glob.escape(place.name[:80])}.*.tmp*"):
+    for left in place.parent.glob(f".{glob.escape(place.name[:80])}.*{_SUFFIX}"):
+        with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                left.unlink()
-
-
-def _umask() -> int:
-    """Return the umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+                shutil.rmtree(left)
