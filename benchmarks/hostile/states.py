@@ -34,7 +34,8 @@ from fxcomp.compat import CHECKSUM
 from fxcomp.errors import BadState, FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import DENSE, Strategy
-from fxcomp.state.checkpoint import _with_tensors, read_checkpoint, sealed, to_tensors
+from fxcomp.state.checkpoint import _with_tensors, read_checkpoint, to_tensors
+from fxcomp.state.checksums import sealed
 from fxcomp.state.fields import VERSION
 from fxcomp.step.compiled_step import CompiledStep
 from hostile.kinds import Kind, Unfit

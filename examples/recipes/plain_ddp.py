@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 SAVE_EVERY = 50
+AGAIN = 75  # exit status of a rank that is stopped: after 0, torchrun takes the job for finished
 
 
 def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -68,7 +69,7 @@ def main(folder: Path, steps: int) -> nn.Module:
             if rank == 0:
                 print(f"step {index + 1}: loss {loss.item():.4f}, saved", flush=True)
         if stops:
-            break
+            sys.exit(AGAIN)
     return model
 
 

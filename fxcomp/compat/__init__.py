@@ -40,7 +40,7 @@ from fxcomp.compat.graphs import append_copy, copied, graph_module
 from fxcomp.compat.groups import (
     DeviceMesh, ProcessGroup, all_gather, backend_names, default_group, default_store,
     destroy_groups, group_name, group_timeout, is_lost_connection, is_of_another_process, is_store_gone,
-    new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
+    leave_store, new_group, outlives_restarts, process_group, reduce_scatter, set_once, store_host, world,
 )
 from fxcomp.compat.machine import (
     OUT_OF_MEMORY, forget_freed_memory, host_name, is_accelerator,

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import stat
+import struct
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -48,15 +51,52 @@ def world() -> Any:
 
 
 def default_store() -> dist.Store:
-    """Return the default process group's store with a key prefix."""
+    """Return the default process group's store with a key prefix. Its calls raise after the group's timeout.
+
+    torch waits for an answer without a limit: for ever if the process that hosts the store is stopped, and for a
+    quarter of an hour if its host cannot be reached.
+    """
+    seconds, part = divmod(group_timeout().total_seconds(), 1.0)
+    for connection in _store_connections():
+        limit = struct.pack("ll", int(seconds), int(1e6 * part))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
 
 
-def store_host() -> str | None:
+def leave_store() -> None:
+    """Close the connection to the default store after a call without an answer: the next would read a late one."""
+    for connection in _store_connections():
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _store_connections() -> Generator[socket.socket]:
+    """Yield this process's connections to the default store's server."""
+    store = _innermost_store()
+    host, port = (getattr(store, name, None) for name in ("host", "port"))
+    if host is None or port is None or not os.path.isdir("/dev/fd"):
+        return
+    with suppress(OSError):
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, port)}
+        for number in os.listdir("/dev/fd"):
+            with suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(number))) as found:
+                    peer = found.getpeername()
+                    if peer[1:2] == (port,) and peer[0].removeprefix("::ffff:") in addresses:
+                        yield found
+
+
+def _innermost_store() -> Any:
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return getattr(store, "host", None)
+    return store
+
+
+def store_host() -> str | None:
+    return getattr(_innermost_store(), "host", None)
 
 
 def is_store_gone(error: Exception) -> bool:
@@ -88,6 +128,9 @@ def set_once(store: dist.Store, key: str, value: str) -> str:
     """Write `value` unless the key exists, and return the key's value. If the store fails, return `value`."""
     try:
         return store.compare_set(key, "", value).decode()
+    except dist.DistNetworkError:
+        leave_store()
+        return value
     except (RuntimeError, NotImplementedError):
         # The caller's error is more important than the store's. Stores without compare_set keep the last of
         # simultaneous writes.

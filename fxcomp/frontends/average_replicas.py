@@ -31,7 +31,8 @@ from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress
 from fxcomp.ranks import Ranks
-from fxcomp.state.checkpoint import sealed, states_of
+from fxcomp.state.checkpoint import states_of
+from fxcomp.state.checksums import sealed
 from fxcomp.state.saved_state import Given
 
 SHARD = "shard"

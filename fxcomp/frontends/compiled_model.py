@@ -31,7 +31,8 @@ from fxcomp.runtime.members import Members
 from fxcomp.runtime.runtime import Runtime
 from fxcomp.runtime.transfers import Pattern, Transfer
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import sealed, states_of
+from fxcomp.state.checkpoint import states_of
+from fxcomp.state.checksums import sealed
 from fxcomp.state.gradient_state import GradientState
 from fxcomp.state.saved_state import Given
 from fxcomp.step.executor import Executor

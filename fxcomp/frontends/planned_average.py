@@ -11,7 +11,8 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.plan.plan import Plan
-from fxcomp.state.checkpoint import NOTHING_YET, sealed, states_of, to_tensors
+from fxcomp.state.checkpoint import NOTHING_YET, states_of, to_tensors
+from fxcomp.state.checksums import sealed
 from fxcomp.state.saved_state import Given, states_given
 
 

@@ -288,8 +288,10 @@ class Conversation:
         except (RuntimeError, OSError) as error:
             if isinstance(error, PeerFailed) or not compat.is_store_gone(error):
                 raise
+            compat.leave_store()
+            how = "does not answer" if "timeout" in str(error).lower() else "has ended"
             raise PeerFailed(
-                f"the process that hosts the store has ended, while rank {self._number(self.rank)} was at {topic}.\n"
+                f"the process that hosts the store {how}, while rank {self._number(self.rank)} was at {topic}.\n"
                 "  It is rank 0 of init_process_group, unless torchrun or another process serves the store: see"
                 " its output for the cause."
             ) from error

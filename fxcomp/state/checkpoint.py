@@ -10,21 +10,19 @@ instead of pickle, with tensors replaced by names.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxcomp import compat
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
-from fxcomp.state.fields import GENERATORS, PLAN, VERSION, check_state
+from fxcomp.state.fields import GENERATORS, PLAN, check_state
 
 NOTHING_YET = "nothing yet"
 """Only key of a state saved before any gradient. An empty state would make in-place loading ignore the checkpoint."""
@@ -83,7 +81,7 @@ def states_of(given: Any) -> list[Any]:
         return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
     ranks = saved_ranks(_names(given))
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
-    return [check_state(_whole(state)) for state in states if not _is_nothing(state)]
+    return [check_state(state) for state in states if not _is_nothing(state)]
 
 
 def _is_nothing(state: Any) -> bool:
@@ -131,61 +129,6 @@ def saved_plan(saved: Any) -> Plan | None:
     return Plan.from_json(plans[0]) if plans else None
 
 
-# Checksums
-
-_PIECES = 1024
-"""Pieces of a tensor that have a checksum each; torch.hash_tensor alone does not depend on the order of elements."""
-
-
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with a checksum of all its data and tensors, or with a new one."""
-    return {**state, compat.CHECKSUM: _checksum(state)}
-
-
-def _checksum(state: Mapping[str, Any]) -> str:
-    return compat.checksum(_summed({key: value for key, value in state.items() if key != compat.CHECKSUM}))
-
-
-def _summed(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():  # its checksum would need memory
-            raise ValueError("a tensor of values that repeat")
-        return [str(value.dtype), list(value.shape), checksum_of_tensor(value)]
-    if isinstance(value, Mapping):
-        return {str(key): _summed(held) for key, held in _items(value)}
-    return [_summed(held) for held in _listed(value)] if isinstance(value, list | tuple) else value
-
-
-def checksum_of_tensor(value: Tensor) -> str:
-    """Return a checksum of a tensor's bits, computed on its device."""
-    bits = value.detach().contiguous().view(-1).view(torch.uint8)
-    words = bits.numel() // (8 * _PIECES)
-    main, rest = bits.tensor_split([8 * _PIECES * words])
-    if main.storage_offset() % 8:
-        main = main.clone()
-    found = hashlib.sha256(rest.cpu().numpy().tobytes())
-    if words:
-        found.update(torch.hash_tensor(main.view(torch.int64).view(_PIECES, words), dim=1).cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
-
-
-def _whole(state: Any) -> Any:
-    """Raise BadState if a state of this version has a wrong checksum or none. Other versions are refused later."""
-    if not isinstance(state, Mapping) or state.get("version") != VERSION:  # pyright: ignore[reportUnknownMemberType]
-        return cast("object", state)
-    known = cast("Mapping[str, Any]", state)
-    try:
-        is_whole = known.get(compat.CHECKSUM) == _checksum(known)
-    except (TypeError, ValueError, RuntimeError):  # contents that no state has, or too deep
-        is_whole = False
-    if not is_whole:
-        raise BadState(
-            f"the saved state of rank {known.get('rank')} is damaged, or was edited: its checksum is wrong.\n"
-            "  Load an earlier one, on every rank."
-        )
-    return known
-
-
 # torch.distributed.checkpoint
 
 
@@ -196,7 +139,7 @@ def read_checkpoint(
 
     `rank` i of r `ranks` (default: the process group's) reads the states that ranks i, i + r, ... saved, so that each
     state is read once. Pass the result, empty if there is no such state, to `load_state_dict`. Ranks do not
-    communicate. Raises BadState if the folder has no checkpoint with the key `under`, or is damaged. Nothing in the
+    communicate. Raises BadState if the folder has no checkpoint with the key `under`, or is damaged. No code in the
     folder is run: its pickle may only name the format's own classes.
     """
     from fxcomp.state import checkpoint_folder
@@ -222,7 +165,7 @@ def read_checkpoint(
         states_of(mine)
     except BadState as error:
         raise BadState(
-            f"the checkpoint in {str(folder)!r} is damaged: {str(error).splitlines()[0]}\n"
+            f"the checkpoint in {str(folder)!r} cannot be used: {str(error).splitlines()[0]}\n"
             f"  Load an earlier one on every rank{_beside(folder)}."
         ) from None
     if not saved_ranks([name.removeprefix(f"{under}.") for name in names if name.startswith(f"{under}.")]):

@@ -16,6 +16,7 @@ from fxcomp.cluster.link import MOST_RANKS
 from fxcomp.cost.reading import FLAG, TEXT, Reader, keyed, listed, null_or, number, record, whole, wrong
 from fxcomp.errors import BadOption, BadState
 from fxcomp.plan.plan import Plan
+from fxcomp.state.checksums import is_whole
 
 VERSION = 4
 """Version of the format of saved states."""
@@ -133,12 +134,10 @@ def check_state(given: Any) -> Mapping[str, Any]:
             f"this state has {'no version' if version is None else f'version {version!r}'}; this fxcomp reads version"
             f" {VERSION}.\n  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
         )
-    if "velocities" in state:
+    if not is_whole(state):
         raise BadState(
-            "this state holds velocities of momentum correction, which was removed: ranks exchange the optimizer's"
-            " momenta instead.\n"
-            "  Load it with the fxcomp that saved it, or load None on every rank, with a momentum in the optimizer and"
-            ' Compress(plan="cmax(8)", at="momentum").'
+            f"the saved state of rank {state.get('rank')} is damaged, or was edited: its checksum is wrong.\n"
+            "  Load an earlier one, on every rank."
         )
     try:
         record(_entries, **_NEEDED)({name: state[name] for name in _NEEDED if name in state}, "")

@@ -20,7 +20,7 @@ from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.runtime.arena import Slice
 from fxcomp.runtime.compressor_states import CompressorStates
-from fxcomp.state.checkpoint import checksum_of_tensor
+from fxcomp.state.checksums import checksum_of_tensor
 from fxcomp.state.fields import PLAN, SCALE, VERSION
 from fxcomp.state.gradient_state import GradientState, share_memories
 from fxcomp.state.handover import Holding, Sharing, hand_over

@@ -24,7 +24,8 @@ from fxcomp.report.plan_diff import note_on_another_plan
 from fxcomp.report.step_report import StepReport
 from fxcomp.search.decision import PlanMove, Raced
 from fxcomp.site import Site
-from fxcomp.state.checkpoint import generators, restore_generators, saved_plan, sealed, states_of, to_tensors
+from fxcomp.state.checkpoint import generators, restore_generators, saved_plan, states_of, to_tensors
+from fxcomp.state.checksums import sealed
 from fxcomp.state.fields import GENERATORS
 from fxcomp.state.saved_state import Given
 from fxcomp.step.errors.error_looks import ErrorLooks

@@ -175,10 +175,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("state/checkpoint.py::_state", "is not whole"): (
         "state/test_checkpoint.py::test_a_checkpoint_with_something_missing_is_refused"
     ),
-    ("state/checkpoint.py::_whole", "is damaged, or was edited"): (
+    ("state/fields.py::check_state", "is damaged, or was edited"): (
         "state/test_checkpoint.py::test_a_state_that_was_changed_is_refused"
     ),
-    ("state/checkpoint.py::read_checkpoint", "is damaged"): (
+    ("state/checkpoint.py::read_checkpoint", "cannot be used"): (
         "state/test_checkpoint.py::test_a_damaged_folder_is_refused_and_an_earlier_one_offered"
     ),
     ("state/checkpoint.py::read_checkpoint", "holds no state of a step"): (

@@ -24,7 +24,8 @@ from fxcomp.plan.route import route_of
 from fxcomp.plan.strategy import Strategy
 from fxcomp.runtime.arena import Arena
 from fxcomp.runtime.compressor_states import CompressorStates
-from fxcomp.state.checkpoint import sealed, states_of
+from fxcomp.state.checkpoint import states_of
+from fxcomp.state.checksums import sealed
 from fxcomp.state.gradient_state import GradientState, residual_layout, state_layout
 from fxcomp.state.saved_state import read_together, restore, state_dict
 from fxcomp.testing.rounds import Replica

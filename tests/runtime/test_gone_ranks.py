@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from helpers.ranks import Outcome, try_ranks
+from helpers.replicas import everyone
 from helpers.small_step import batch, compiled
 
 from fxcomp import compat
@@ -59,7 +60,7 @@ def test_a_rank_that_has_gone_is_not_waited_for_where_a_state_is_loaded(how: str
 
 
 def with_rank_0s_store(how: str) -> None:
-    """Let rank 0 serve the store, and end in its capture: by an error of its own, or killed."""
+    """Let rank 0 serve the store, and end in its capture: by an error, killed, or stopped until rank 1 ends."""
     store, rank = compat.default_store(), dist.get_rank()
     if rank == 0:
         served = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
@@ -68,13 +69,18 @@ def with_rank_0s_store(how: str) -> None:
         served = dist.TCPStore("127.0.0.1", int(store.get("port")), 2, is_master=False)
     dist.barrier()  # one rank may still be connecting to the group that the other one leaves
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=served, rank=rank, world_size=2, timeout=timedelta(seconds=600))
-    capture = compile_step.capture_first
+    timeout = timedelta(seconds=1 if how == "stopped" else 600)
+    dist.init_process_group("gloo", store=served, rank=rank, world_size=2, timeout=timeout)
+    capture, pid = compile_step.capture_first, os.getpid()
+    if how == "stopped":
+        pid = everyone("pid", pid)[0]
 
     def ends_when_both_are_here(*_: object) -> None:
         store.get("captures")
         if how == "killed":
             ends()
+        if how == "stopped":
+            os.kill(pid, signal.SIGSTOP)
         raise ValueError("no such thing")
 
     def captures(*arguments: Any) -> Any:
@@ -86,6 +92,9 @@ def with_rank_0s_store(how: str) -> None:
             compiled()
     except ValueError:
         os._exit(1)
+    finally:
+        if how == "stopped" and rank:
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +102,9 @@ def with_rank_0s_store(how: str) -> None:
     [
         ("raised", r"rank 0 failed in capturing the step: ValueError: no such thing"),
         ("killed", r"the process that hosts the store has ended, while rank 1 was at capturing the step\."),
+        ("stopped", r"the process that hosts the store does not answer, while rank 1 was at capturing the step\."),
     ],
-    ids=["raises", "is killed"],
+    ids=["raises", "is killed", "is stopped"],
 )
 def test_what_is_said_is_true_where_rank_0_serves_the_store_and_ends(how: str, text: str):
     _, other = outcomes_of(2, with_rank_0s_store, how)

@@ -1,0 +1,1 @@
+"""Parts of the kill sweep: draws, jobs, faults, starts and verdicts."""
