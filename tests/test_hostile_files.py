@@ -139,6 +139,14 @@ def test_a_report_with_numbers_beyond_floats_is_refused(tmp_path: Path):
             kind.read(path)
 
 
+@pytest.mark.parametrize("kind", [Plans, CostTables, ErrorTables, Reports], ids=lambda kind: kind.name)
+def test_a_text_that_cannot_be_printed_is_refused(kind: type[Kind], tmp_path: Path):
+    path = tmp_path / "file.json"
+    path.write_bytes(kind().write({**kind().samples[0], "source": "\ud800"}))
+    with pytest.raises((BadPlan, BadOption), match="surrogates not allowed"):
+        kind().read(path)
+
+
 def test_a_table_whose_errors_are_huge_can_be_planned_by(tmp_path: Path):
     kind, path = CostTables(), tmp_path / "costs.json"
     path.write_bytes(kind.write({**kind.samples[0], "error": 1e18, "compute_error": 1e18}))

@@ -79,6 +79,7 @@ def read_json(path: str | Path) -> Any:
     offer = f"\n  The file before it is {previous}" if os.path.exists(previous) else ""
     try:
         data: Any = json.loads(Path(path).read_text())
+        json.dumps(data, ensure_ascii=False).encode()  # raises for halves of characters, which no terminal prints
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}{offer}") from None
     if not isinstance(data, dict):
