@@ -175,9 +175,6 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("state/checkpoint.py::_state", "is not whole"): (
         "state/test_checkpoint.py::test_a_checkpoint_with_something_missing_is_refused"
     ),
-    ("state/fields.py::check_state", "is damaged, or was edited"): (
-        "state/test_checkpoint.py::test_a_state_that_was_changed_is_refused"
-    ),
     ("state/checkpoint.py::read_checkpoint", "cannot be used"): (
         "state/test_checkpoint.py::test_a_damaged_folder_is_refused_and_an_earlier_one_offered"
     ),
