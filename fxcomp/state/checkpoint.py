@@ -79,17 +79,13 @@ def states_of(given: Any) -> list[Any]:
     if not isinstance(given, Mapping):
         is_list = isinstance(given, list | tuple)
         return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
-    ranks = saved_ranks(_names(given))
+    ranks = saved_ranks([name for name in _listed(given) if isinstance(name, str)])
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
     return [check_state(state) for state in states if not _is_nothing(state)]
 
 
 def _is_nothing(state: Any) -> bool:
     return isinstance(state, Mapping) and NOTHING_YET in state
-
-
-def _names(given: Any) -> list[str]:
-    return [name for name in given if isinstance(name, str)]
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:
@@ -152,9 +148,8 @@ def read_checkpoint(
             f"{str(folder)!r} holds no whole checkpoint: its .metadata, which is written last, is not there.\n"
             f"  Load an earlier one{_beside(folder)}."
         )
-    in_group = dist.is_initialized()
-    rank = (dist.get_rank() if in_group else 0) if rank is None else rank
-    ranks = (dist.get_world_size() if in_group else 1) if ranks is None else ranks
+    here = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = here[0] if rank is None else rank, here[1] if ranks is None else ranks
 
     def is_mine(name: str) -> bool:
         match = _NAME.fullmatch(name)

@@ -73,16 +73,12 @@ def _share(value: Any, place: str) -> float:
     return parts[0] / parts[1]
 
 
-def _entries(**entries: Any) -> dict[str, Any]:
-    return entries
-
-
 _COUNT = whole(0)
 _SLICE = record(
-    _entries, values=_values, start=_COUNT, size=_COUNT, slot=_COUNT, place=_COUNT, weight=_share, total=_share
+    dict[str, Any], values=_values, start=_COUNT, size=_COUNT, slot=_COUNT, place=_COUNT, weight=_share, total=_share
 )
 _PART = record(
-    _entries, compressor=TEXT, size=_COUNT, elements=_COUNT, dtype=TEXT, slot=_COUNT, start=_COUNT, place=_COUNT,
+    dict[str, Any], compressor=TEXT, size=_COUNT, elements=_COUNT, dtype=TEXT, slot=_COUNT, start=_COUNT, place=_COUNT,
     state=_tensor,
 )  # fmt: skip
 
@@ -109,7 +105,7 @@ _OTHERS: Mapping[str, Reader[Any]] = {
     PLAN: lambda value, _: Plan.from_json(value),
     SCALE: number(_LEAST_SCALE, _MOST_SCALE),
     GENERATORS: keyed(_generator),
-    CALENDAR: record(_entries, patience=whole(1), patient_until=_COUNT, begins=null_or(_COUNT), is_settled=FLAG),
+    CALENDAR: record(dict[str, Any], patience=whole(1), patient_until=_COUNT, begins=null_or(_COUNT), is_settled=FLAG),
     SHARD: listed(_COUNT),
     MOVED: listed(TEXT),
     THAWED: FLAG,
@@ -140,7 +136,7 @@ def check_state(given: Any) -> Mapping[str, Any]:
             "  Load an earlier one, on every rank."
         )
     try:
-        record(_entries, **_NEEDED)({name: state[name] for name in _NEEDED if name in state}, "")
+        record(dict[str, Any], **_NEEDED)({name: state[name] for name in _NEEDED if name in state}, "")
         for name, reader in _OTHERS.items():
             if name in state:
                 reader(state[name], name)
