@@ -3,7 +3,8 @@
 //
 //     pool SEED ROUNDS [forks]      prints what was done; ThreadSanitizer stops at the first race
 //
-// Children are for AddressSanitizer: ThreadSanitizer starts no thread in the child of a process that has several.
+// Children are for UndefinedBehaviorSanitizer alone: in the child of a process that has several threads, ThreadSanitizer
+// starts none, and AddressSanitizer's allocator may wait for a lock that another thread held.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -27,7 +27,8 @@ FLAGS = (
     *("-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-pthread", f"-I{CSRC}"),
 )
 
-MEMORY = "address,undefined,float-cast-overflow"
+UNDEFINED = "undefined,float-cast-overflow"
+MEMORY = f"address,{UNDEFINED}"
 OPTIONS = {"ASAN_OPTIONS": "quarantine_size_mb=32:detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 COMPILERS = pytest.mark.parametrize("compiler", ["g++", "clang++"])
@@ -99,7 +100,7 @@ SHARED = [CSRC / f"{name}.cpp" for name in ("threads", "levels", "stream", "fini
 
 @pytest.mark.slow
 @COMPILERS
-@pytest.mark.parametrize(("sanitizers", "forks"), [("thread", ()), (MEMORY, ("forks",))], ids=["races", "children"])
+@pytest.mark.parametrize(("sanitizers", "forks"), [("thread", ()), (UNDEFINED, ("forks",))], ids=["races", "children"])
 def test_the_pool_of_threads(compiler: str, sanitizers: str, forks: tuple[str, ...], tmp_path: Path):
     skip_without(compiler, sanitizers, tmp_path)
     program = tmp_path / "pool"
