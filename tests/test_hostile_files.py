@@ -147,6 +147,16 @@ def test_a_text_that_cannot_be_printed_is_refused(kind: type[Kind], tmp_path: Pa
         kind().read(path)
 
 
+def test_an_error_table_of_a_gradient_that_no_memory_holds_is_refused(tmp_path: Path):
+    kind, path = ErrorTables(), tmp_path / "errors.json"
+    for shape in ([10**400], [2**62, 4]):
+        sample = copy.deepcopy(kind.samples[0])
+        sample["rows"]["fc.bias"]["shape"] = shape
+        path.write_bytes(kind.write(sample))
+        with pytest.raises(BadOption, match="which cannot be"):
+            kind.read(path)
+
+
 def test_a_table_whose_errors_are_huge_can_be_planned_by(tmp_path: Path):
     kind, path = CostTables(), tmp_path / "costs.json"
     path.write_bytes(kind.write({**kind.samples[0], "error": 1e18, "compute_error": 1e18}))

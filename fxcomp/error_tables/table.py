@@ -212,7 +212,7 @@ def joined(families: Sequence[Rows]) -> ErrorTable:
 
 def _row_of(name: str, data: Mapping[str, Any]) -> ErrorRow:
     errors, shape, samples = tuple(map(float, data["errors"])), tuple(map(int, data["shape"])), int(data["samples"])
-    if min(samples, *shape) < 0:
+    if min(samples, *shape) < 0 or max(samples, prod(shape)) >= 1 << 63:
         raise ValueError(f"the row of {name!r} has the shape {shape} and {samples} samples, which cannot be")
     if samples and len(errors) != len(COLUMNS):
         raise ValueError(f"the row of {name!r} has {len(errors)} errors, not one for each of {len(COLUMNS)} columns")
