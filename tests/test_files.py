@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import errno
 import json
+import math
 import os
+import shutil
 import stat
 import warnings
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 import fxcomp
+from fxcomp import compat
 from fxcomp.cost.table import CostTable
 from fxcomp.cost.table_cache import load_table
 from fxcomp.error_tables import ErrorTable
@@ -28,7 +31,7 @@ PACKAGE = Path(fxcomp.__file__).parent
 
 ELSEWHERE = {
     "__main__.py": 1,  # the null device
-    "compat/files.py": 5,  # write_atomically, and a lock file
+    "compat/files.py": 3,  # write_atomically, and a lock file
     "commands/bisect/rank.py": 2,  # a temporary folder of one command
 }
 """Number of places that open a file for writing, by module."""
@@ -136,16 +139,22 @@ def test_jobs_that_share_a_cache_never_read_half_a_table(tmp_path: Path):
 
 
 def test_what_a_killed_writer_left_is_deleted_after_an_hour(tmp_path: Path):
-    path = tmp_path / "plan.json"
-    names = (".plan.json.a.fxcomp.tmp", ".plan.json.b.fxcomp.tmp", ".other.json.c.fxcomp.tmp", ".plan.json.d.tmp")
-    left, writing, another, theirs = folders = [tmp_path / name for name in names]
-    for each in folders:
-        each.mkdir()
-        (each / "new").touch()
-        os.utime(each, None if each == writing else (0, 0))
+    path, started = tmp_path / "plan.json", list[Path]()
+
+    def killed(new: Path) -> None:
+        new.write_text("half")
+        left = new.parent.with_name(new.parent.name.replace(".fxcomp", f"{len(started)}.fxcomp"))
+        started.append(shutil.copytree(new.parent, left))  # its writer is killed, and deletes nothing
+
+    for name in ("plan.json", "plan.json", "other.json"):
+        compat.write_atomically(tmp_path / name, killed)
+    left, writing, another = started
+    for each in (left, another):
+        os.utime(each, (0, 0))
     PLAN.save(path)
-    assert {*tmp_path.iterdir()} == {path, writing, another, theirs}
     assert not left.exists()
+    assert writing.exists()
+    assert another.exists()
 
 
 @pytest.mark.parametrize("kind", SAVED)
@@ -207,6 +216,19 @@ def test_a_file_without_write_permission_is_kept(tmp_path: Path, monkeypatch: py
     with pytest.raises(PermissionError, match=r"saved\.json"):
         PLAN.save(path)
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("name", ["plan [1]*?.json", "字" * 80 + ".json", "a" * 250 + ".json", "-"])
+def test_any_name_of_a_file_can_be_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        PLAN.save(name)
+    assert Plan.load(name) == PLAN
+
+
+def test_keys_of_data_may_be_numbers(tmp_path: Path):
+    compat.save_json(tmp_path / "data.json", {"a": {2: 1, 10: 2}, "b": [math.nan, -0.0, 1e300, "字"]})
+    assert compat.read_json(tmp_path / "data.json")["a"] == {"2": 1, "10": 2}
 
 
 @pytest.mark.parametrize("kind", ["plan", "errors"])

@@ -68,7 +68,7 @@ def main(folder: Path, steps: int) -> nn.Module:
             dcp.save(parts, checkpoint_id=folder / f"step-{index + 1}")
             if rank == 0:
                 print(f"step {index + 1}: loss {loss.item():.4f}, saved", flush=True)
-        if stops:
+        if stops and index + 1 < steps:
             sys.exit(AGAIN)
     return model
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -59,7 +58,8 @@ def alone_on_this_machine(path: Path | None) -> Generator[None]:
 
 def checksum(data: Any) -> str:
     """Return a checksum of JSON data, against damage and not against attacks. Formatting and order do not matter."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    as_read = json.loads(json.dumps(data))  # keys become texts
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,16 +98,17 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_atomically(
-    path: Path, content: str | bytes, *, makes_folder: bool = True, keeps_previous: bool = False
+    path: Path, content: str | Callable[[Path], object], *, makes_folder: bool = True, keeps_previous: bool = False
 ) -> None:
     """Replace a file atomically, also with concurrent writers. Links are followed, and the file keeps its mode.
 
-    Pipes and devices are written directly, and so is a file that cannot be replaced, such as a mounted one.
-    `keeps_previous` renames the file before it to `path~`, where the file system has hard links.
+    `content` is text, or a function that writes a file. Pipes and devices are written directly, and so is a file that
+    cannot be replaced, such as a mounted one. `keeps_previous` renames the file before it to
+    `path~`, where the file system has hard links.
     """
-    data = content.encode() if isinstance(content, str) else content
+    write: Callable[[Path], object] = content if callable(content) else lambda place: place.write_text(content)
     if (path.exists() and not path.is_file()) or str(path.absolute()).startswith(_DESCRIPTORS):
-        path.write_bytes(data)
+        write(path)
         return
     place = Path(os.path.realpath(path))
     if makes_folder:
@@ -115,11 +116,11 @@ def write_atomically(
     if place.exists() and not os.access(place, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:
-        _replace(place, data, keeps_previous)
+        _replace(place, write, keeps_previous)
     except OSError as error:
         if error.errno not in _NOT_REPLACED:
             raise
-        place.write_bytes(data)
+        write(place)
 
 
 _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
@@ -129,15 +130,13 @@ _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDE
 """Errors of a folder that forbids new files, and of mounted files."""
 
 
-def _replace(place: Path, data: bytes, keeps_previous: bool) -> None:
-    _delete_abandoned(place)
-    prefix = f".{place.name[:80]}."
+def _replace(place: Path, write: Callable[[Path], object], keeps_previous: bool) -> None:
+    prefix = f".{hashlib.sha256(place.name.encode()).hexdigest()[:8]}."
+    _delete_abandoned(place.parent, prefix)
     with tempfile.TemporaryDirectory(_SUFFIX, prefix, place.parent, ignore_cleanup_errors=True) as beside:
         new, previous = Path(beside, "new"), Path(beside, "previous")
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a crash of the machine may leave an empty file under the new name
+        write(new)
+        _sync(new)  # otherwise a crash of the machine may leave an empty file under the new name
         with suppress(FileNotFoundError):
             new.chmod(stat.S_IMODE(place.stat().st_mode))
         if keeps_previous:
@@ -146,16 +145,20 @@ def _replace(place: Path, data: bytes, keeps_previous: bool) -> None:
                 previous.replace(f"{place}~")
         new.replace(place)
     with suppress(OSError):  # some file systems have no fsync of folders
-        folder = os.open(place.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync(place.parent)
 
 
-def _delete_abandoned(place: Path) -> None:
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _delete_abandoned(folder: Path, prefix: str) -> None:
     """Delete unfinished files that killed writers of the same file left."""
-    for left in place.parent.glob(f".{glob.escape(place.name[:80])}.*{_SUFFIX}"):
+    for left in folder.glob(f"{prefix}*{_SUFFIX}"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left)

@@ -57,46 +57,45 @@ def default_store() -> dist.Store:
     quarter of an hour if its host cannot be reached.
     """
     seconds, part = divmod(group_timeout().total_seconds(), 1.0)
-    for connection in _store_connections():
+    store = dist.distributed_c10d._get_default_store()
+    for connection in _store_connections(store):
         limit = struct.pack("ll", int(seconds), int(1e6 * part))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    return dist.PrefixStore("fxcomp", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore("fxcomp", store)
 
 
-def leave_store() -> None:
-    """Close the connection to the default store after a call without an answer: the next would read a late one."""
-    for connection in _store_connections():
+def leave_store(store: dist.Store) -> None:
+    """Close the connection to a store after a call without an answer: the next would read a late one."""
+    for connection in _store_connections(store):
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _store_connections() -> Generator[socket.socket]:
-    """Yield this process's connections to the default store's server."""
-    store = _innermost_store()
-    host, port = (getattr(store, name, None) for name in ("host", "port"))
-    if host is None or port is None or not os.path.isdir("/dev/fd"):
+def _store_connections(store: dist.Store) -> Generator[socket.socket]:
+    """Yield this process's connections to a store's server."""
+    innermost = _innermost(store)
+    host, port = (getattr(innermost, name, None) for name in ("host", "port"))
+    if host is None or port is None:
         return
     with suppress(OSError):
         addresses = {info[4][0] for info in socket.getaddrinfo(host, port)}
         for number in os.listdir("/dev/fd"):
             with suppress(OSError):
-                if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
-                    continue
-                with socket.socket(fileno=os.dup(int(number))) as found:
-                    peer = found.getpeername()
-                    if peer[1:2] == (port,) and peer[0].removeprefix("::ffff:") in addresses:
-                        yield found
+                if stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                    with socket.socket(fileno=os.dup(int(number))) as found:
+                        peer = found.getpeername()
+                        if peer[1:2] == (port,) and peer[0].removeprefix("::ffff:") in addresses:
+                            yield found
 
 
-def _innermost_store() -> Any:
-    store = dist.distributed_c10d._get_default_store()
+def _innermost(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def store_host() -> str | None:
-    return getattr(_innermost_store(), "host", None)
+    return getattr(_innermost(dist.distributed_c10d._get_default_store()), "host", None)
 
 
 def is_store_gone(error: Exception) -> bool:
@@ -129,7 +128,7 @@ def set_once(store: dist.Store, key: str, value: str) -> str:
     try:
         return store.compare_set(key, "", value).decode()
     except dist.DistNetworkError:
-        leave_store()
+        leave_store(store)
         return value
     except (RuntimeError, NotImplementedError):
         # The caller's error is more important than the store's. Stores without compare_set keep the last of

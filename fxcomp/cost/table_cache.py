@@ -12,7 +12,7 @@ from fxcomp.cost.table import VERSION, CostTable
 
 
 def load_table(path: str | Path) -> CostTable | None:
-    """Return a saved table; None if missing or, with a warning, unreadable. The next save moves it to `path~`."""
+    """Return a saved table; None if missing or, with a warning, unreadable. Saving another moves it to `path~`."""
     try:
         return CostTable.from_json(compat.read_json(path))
     except FileNotFoundError:

@@ -171,12 +171,12 @@ class _Files:
 
     def write(self, rank: int, tensors: Mapping[str, Tensor]) -> None:
         """Write a rank's file atomically."""
-        held = io.BytesIO()
-        torch.save(dict(tensors), held)
         place = FILE.format(checkpoint=self._place, rank=rank)
         if self._is_local:
-            compat.write_atomically(Path(place), held.getvalue())
+            compat.write_atomically(Path(place), lambda at: torch.save(dict(tensors), at))
         else:  # other file systems only show complete files
+            held = io.BytesIO()
+            torch.save(dict(tensors), held)
             self._system.makedirs(self._place.rpartition("/")[0], exist_ok=True)
             self._system.pipe_file(place, held.getvalue())
 

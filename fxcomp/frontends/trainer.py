@@ -26,7 +26,7 @@ from fxcomp.plan.compress import GivenCompress
 
 try:
     import transformers
-    from safetensors.torch import load_file, save  # pyright: ignore[reportUnknownVariableType]
+    from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
     from transformers.trainer_utils import get_last_checkpoint  # pyright: ignore[reportUnknownVariableType]
 except ImportError as error:
     raise ImportError(f"FxcompCallback needs {error.name}.\n  pip install 'fxcomp[trainer]'", name=error.name) from None
@@ -124,7 +124,8 @@ class FxcompCallback(transformers.TrainerCallback):
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         folder, saved = _folder(args, state), self.hook.checkpoint() if self.hook is not None else {}
         if saved:
-            compat.write_atomically(folder / FILE.format(rank=dist.get_rank()), save(saved))
+            path = folder / FILE.format(rank=dist.get_rank())
+            compat.write_atomically(path, lambda at: save_file(saved, at))
         ranks = dist.get_world_size() if saved else 0
         if not saved or dist.get_rank() == 0:  # remove files of an earlier job with more ranks
             for stale in (each for each in _files(folder) if _rank(each) >= ranks):

@@ -262,7 +262,7 @@ class Conversation:
     def _absence(self, rank: int, topic: str, presence: Presence) -> str | None:
         """Return the reason why a rank will never answer; None if an answer may still come."""
         number, here = self._number(rank), f"rank {self._number(self.rank)}"
-        address = address_of(number)
+        address = address_of(number, self.store)
         try:
             place = {} if address is None else place_of(address)
         except ProcessLookupError:
@@ -288,7 +288,7 @@ class Conversation:
         except (RuntimeError, OSError) as error:
             if isinstance(error, PeerFailed) or not compat.is_store_gone(error):
                 raise
-            compat.leave_store()
+            compat.leave_store(self.store)
             how = "does not answer" if "timeout" in str(error).lower() else "has ended"
             raise PeerFailed(
                 f"the process that hosts the store {how}, while rank {self._number(self.rank)} was at {topic}.\n"

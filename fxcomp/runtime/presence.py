@@ -26,9 +26,6 @@ from fxcomp import compat
 CONNECT_S, ANSWER_S = 1.0, 0.05
 """Timeouts, in s, for connecting and for the answer."""
 
-MOST_CHARACTERS = 1_000_000
-"""Maximum length of an answer that is read."""
-
 Address = tuple[str, int, str]
 """IP address, port, and machine name."""
 
@@ -77,7 +74,7 @@ def place_of(address: Address) -> dict[str, Any]:
         with socket.create_connection((host, port), CONNECT_S) as connection:
             _REACHED.add(machine)
             connection.settimeout(ANSWER_S)
-            found = json.loads(connection.makefile().read(MOST_CHARACTERS))
+            found = json.loads(connection.makefile().read(1_000_000))  # characters
             return {"doing": str(found["doing"]), "steps": {root: int(step) for root, step in found["steps"].items()}}
     except ConnectionRefusedError:  # no process listens there, or a firewall refuses
         if machine in (compat.host_name(), *_REACHED):
@@ -93,8 +90,8 @@ def place_of(address: Address) -> dict[str, Any]:
         return {}
 
 
-def address_of(rank: int) -> Address | None:
-    store, key = compat.default_store(), _key(rank)
+def address_of(rank: int, store: Any) -> Address | None:
+    key = _key(rank)
     if not store.check([key]):
         return None
     host, port, machine = json.loads(store.get(key))

@@ -81,11 +81,7 @@ def states_of(given: Any) -> list[Any]:
         return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
     ranks = saved_ranks([name for name in _listed(given) if isinstance(name, str)])
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
-    return [check_state(state) for state in states if not _is_nothing(state)]
-
-
-def _is_nothing(state: Any) -> bool:
-    return isinstance(state, Mapping) and NOTHING_YET in state
+    return [check_state(state) for state in states if not (isinstance(state, Mapping) and NOTHING_YET in state)]
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:

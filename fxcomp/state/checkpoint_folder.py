@@ -11,7 +11,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
-from math import prod
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 from typing import Any, ClassVar, cast
@@ -61,7 +61,11 @@ class _Unpickler(_Python):
 
 class _Reader(filesystem.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> formats.Metadata:
-        """Read the metadata. Raise if it names a file outside of the folder, or tensors that the files cannot hold."""
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> formats.Metadata:
+        """Metadata. Raise if they name a file outside of the folder, or more than a file holds."""
         folder = Path(cast("Any", self).path)
         found = _Unpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
         if not isinstance(found, formats.Metadata):
@@ -70,9 +74,6 @@ class _Reader(filesystem.FileSystemReader):
         for at in found.storage_data.values():
             if not 0 <= at.offset <= at.offset + at.length <= held[at.relative_path]:
                 raise ValueError(f"{at.relative_path} is shorter than the .metadata needs")
-        kept = [each for each in found.state_dict_metadata.values() if isinstance(each, formats.TensorStorageMetadata)]
-        if sum(prod(each.size) * each.properties.dtype.itemsize for each in kept) > sum(held.values()):
-            raise ValueError("its tensors are larger than its files")
         found.storage_meta = found.storage_meta or formats.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
@@ -81,7 +82,8 @@ class _Reader(filesystem.FileSystemReader):
 def read(folder: Path, under: str, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the `wanted` tensors, named without `under`, and the names of all. Raises BadState."""
     try:
-        known = _Reader(folder).read_metadata().state_dict_metadata
+        reader = _Reader(folder)
+        known = reader.read_metadata().state_dict_metadata
         room: dict[str, Tensor] = {}
         for name, about in known.items():
             inner = name.removeprefix(f"{under}.")
@@ -90,7 +92,7 @@ def read(folder: Path, under: str, wanted: Callable[[str], bool]) -> tuple[dict[
         with warnings.catch_warnings():  # of `no_dist`
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             if room:
-                load({under: room}, storage_reader=_Reader(folder), no_dist=True)
+                load({under: room}, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:  # the second is no Exception
         failures = cast("Any", getattr(error, "failures", {}))
         cause = next(iter(failures.values()))[0] if failures else error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxcomp.cluster.link import MOST_RANKS
+from fxcomp.compat import CHECKSUM
 from fxcomp.cost.reading import FLAG, TEXT, Reader, keyed, listed, null_or, number, record, whole, wrong
 from fxcomp.errors import BadOption, BadState
 from fxcomp.plan.plan import Plan
@@ -29,11 +30,6 @@ SHARD = "shard"
 
 MOVED, THAWED, THAWS, FREEZES_AT = "momenta", "thawed", "thaws", "freezes_at"
 """Keys of a state of a job that exchanges momenta; see `state/momenta.py`."""
-
-_MOST_THAWS = 64  # each doubles the time to the next
-
-_LEAST_SCALE, _MOST_SCALE = 2.0**-32, 2.0**64
-"""Bounds of a loss scale, so that a residual is finite in another scale (assumed)."""
 
 
 def _tensor(value: Any, place: str) -> Tensor:
@@ -53,7 +49,8 @@ def _values(value: Any, place: str) -> Tensor:
 def _generator(value: Any, place: str) -> Tensor:
     state = _tensor(value, place)
     try:
-        torch.Generator().set_state(state.cpu())
+        if place.endswith(".cpu"):  # a device's states have another format
+            torch.Generator().set_state(state.cpu())
     except (RuntimeError, TypeError):
         raise wrong(place, "the state of a random generator", state.dtype) from None
     return state
@@ -103,15 +100,19 @@ _NEEDED: Mapping[str, Reader[Any]] = {
 }
 _OTHERS: Mapping[str, Reader[Any]] = {
     PLAN: lambda value, _: Plan.from_json(value),
-    SCALE: number(_LEAST_SCALE, _MOST_SCALE),
+    SCALE: number(2.0**-149, 2.0**128),  # what float32 holds
     GENERATORS: keyed(_generator),
     CALENDAR: record(dict[str, Any], patience=whole(1), patient_until=_COUNT, begins=null_or(_COUNT), is_settled=FLAG),
     SHARD: listed(_COUNT),
     MOVED: listed(TEXT),
     THAWED: FLAG,
-    THAWS: whole(0, _MOST_THAWS),
+    THAWS: whole(0, 64),  # each doubles the time to the next
     FREEZES_AT: null_or(_COUNT),
 }
+
+
+_KNOWN = {"version", CHECKSUM, *_NEEDED, *_OTHERS}
+"""Fields that the checksum covers; users may add others."""
 
 
 def check_state(given: Any) -> Mapping[str, Any]:
@@ -130,7 +131,7 @@ def check_state(given: Any) -> Mapping[str, Any]:
             f"this state has {'no version' if version is None else f'version {version!r}'}; this fxcomp reads version"
             f" {VERSION}.\n  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
         )
-    if not is_whole(state):
+    if not is_whole({name: value for name, value in state.items() if name in _KNOWN}):
         raise BadState(
             f"the saved state of rank {state.get('rank')} is damaged, or was edited: its checksum is wrong.\n"
             "  Load an earlier one, on every rank."

@@ -146,9 +146,10 @@ class Calendar:
 
     # Saved and loaded
 
-    def to_json(self) -> dict[str, int | None]:
+    def to_json(self, steps: int) -> dict[str, int | None]:
+        """Return the data of a state saved after `steps` steps, which may be before the plan began."""
         lasts = {name: getattr(self, name) for name in LASTS}
-        return {**lasts, BEGINS: None if self.timed else self.warm_from[0], IS_SETTLED: self.is_settled}
+        return {**lasts, BEGINS: None if self.timed else min(steps, self.warm_from[0]), IS_SETTLED: self.is_settled}
 
     def resume(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Continue at another step under the same plan.

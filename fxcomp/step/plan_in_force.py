@@ -256,7 +256,7 @@ class PlanInForce:
         if self._follower.racing:
             self._follower.scale_to_rates(self.inputs)
         saved = self._follower.state_dict(self._follower.now, self.plan, steps)
-        about = {PLAN: self.lasting.to_json(), CALENDAR: self.calendar.to_json()}
+        about = {PLAN: self.lasting.to_json(), CALENDAR: self.calendar.to_json(steps)}
         return {**saved, **self.momenta.saved(self.plan), **about}
 
     def load(self, given: Given, follow: Callable[[], None], go_on: Callable[[SavedMomenta], None]) -> int | None:

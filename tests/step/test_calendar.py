@@ -104,10 +104,10 @@ def test_patience_doubles_as_long_as_planning_again_changes_nothing():
 def test_what_was_waited_for_lasts_over_a_start_and_all_else_is_of_the_new_one():
     before = Calendar(VerifiedSteps(3), (0, 5), 30, RaceTurn(1, (40, 41)), look_from=50)
     before.be_patient(35, changed=False)
-    saved = json.loads(json.dumps(before.to_json()))
+    saved = json.loads(json.dumps(before.to_json(steps=9)))
     after = Calendar(VerifiedSteps(7))
     after.resume(39, saved)
-    assert after.to_json() == {**before.to_json(), IS_SETTLED: True, BEGINS: 0}
+    assert after.to_json(steps=9) == {**before.to_json(steps=9), IS_SETTLED: True, BEGINS: 0}
     lasting = {name: getattr(before, name) for name in LASTS}
     assert after == Calendar(VerifiedSteps(7), followed_from=39, **lasting)
     after.resume(10)
@@ -121,7 +121,12 @@ def test_free_steps_are_the_same_on_a_rank_that_knows_of_one_more_verified_step(
     assert here.use_of(7) is Use.VERIFY
 
 
+def test_a_state_from_before_the_plan_began_begins_with_it():
+    calendar = Calendar(warm_from=(10, 40))
+    assert [calendar.to_json(steps)[BEGINS] for steps in (0, 5, 10, 50)] == [0, 5, 10, 10]
+
+
 @pytest.mark.parametrize("uses", [{"timed": (3,)}, {"checked": (1, 3)}, {"turn": RaceTurn(0, (4,))}])
 def test_a_saved_calendar_says_whether_the_plan_of_then_was_to_stay(uses: dict[str, Any]):
-    assert Calendar().to_json()[IS_SETTLED]
-    assert not Calendar(**uses).to_json()[IS_SETTLED]
+    assert Calendar().to_json(steps=9)[IS_SETTLED]
+    assert not Calendar(**uses).to_json(steps=9)[IS_SETTLED]
