@@ -19,6 +19,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registe
 
 import fxcomp
 from fxcomp import compat
+from fxcomp.compat import groups
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
 from fxcomp.runtime import agree, transport
@@ -37,7 +38,7 @@ def join() -> None:
     transport.gc = SimpleNamespace(collect=lambda: 0)  # takes 0.1 s at each reconnection
     agree.Conversation.hear = _hear
     agree.Conversation.say = _say
-    compat.group_timeout = lambda: timedelta(seconds=5)
+    compat.group_timeout = groups.group_timeout = lambda: timedelta(seconds=5)
 
 
 def _say(talk: Any, topic: str, value: Any) -> None:
