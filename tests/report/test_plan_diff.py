@@ -179,7 +179,7 @@ def test_what_gradients_lose_stands_side_by_side_where_both_files_say_it(
     ("content", "text"),
     [
         (None, "cannot read {path}: No such file"),
-        ("pack_0 = ...", "cannot read {path} as a plan: Expecting value"),
+        ("pack_0 = ...", "cannot read {path} as a plan: it is not JSON: Expecting value"),
         ("[1]", "this is a list, and no plan"),
         ("{}", "this has neither buckets nor a plan"),
         ('{"version": 1, "buckets": [{"names": ["a"]}]}', "this is not a plan: KeyError: 'sizes'"),
