@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.books import CLUSTERS, SIZES, Job
 from hostile.kinds import CachedTables, Clusters, CostTables, ErrorTables, Kind, Logs, Plans, Reports
 from hostile.mutate import mutated
 from hostile_files import Trial
 
+from fxcomp import compat
 from fxcomp.errors import BadOption, BadPlan, BadState, FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
@@ -103,6 +105,9 @@ WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
     ((*SLICE, "place"), math.inf, r"residuals.a\[0\].place must be a whole number"),
     ((*SLICE, "weight"), [10**15, 1], r"residuals.a\[0\].weight must be a numerator"),
     ((PLAN,), {"version": 1, "buckets": [[]]}, "this is not a plan"),
+    ((PLAN,), {"version": torch.ones(2), "buckets": []}, "this is not a plan"),
+    ((PLAN,), {"version": 1, "buckets": [torch.zeros(3)]}, "this is not a plan"),
+    (("version",), torch.ones(2), "this state has version tensor"),
 ]
 
 
@@ -117,6 +122,35 @@ def test_a_state_with_an_impossible_field_is_refused_by_the_name_of_the_field(pl
         state = sealed(state)
     with pytest.raises((BadState, BadPlan), match=text):
         states_of(state)
+
+
+@pytest.mark.parametrize("about", [
+    torch.zeros((), dtype=torch.uint8).expand(1 << 40), torch.zeros((), dtype=torch.uint8).expand(1 << 29),
+    torch.zeros(3, 2, dtype=torch.uint8), torch.empty(4, dtype=torch.uint8, device="meta"), torch.rand(3),
+    torch.zeros(1, 4).to_sparse(), torch.tensor(3),
+], ids=lambda about: f"{about.layout} {list(about.shape)}")  # fmt: skip
+def test_a_checkpoint_whose_text_is_no_flat_tensor_of_bytes_is_refused(about: torch.Tensor):
+    with pytest.raises(BadState, match="checkpoint of rank 0 is not whole"):
+        states_of({**to_tensors(sealed(saved())), "rank0.about": about})
+
+
+def test_a_step_in_a_log_is_a_number_that_a_plot_can_place(tmp_path: Path):
+    kind, path = Logs(), tmp_path / "run.jsonl"
+    path.write_bytes(kind.write([{**line, "step": 1e308} for line in kind.samples[0]]))
+    with pytest.raises(BadOption, match="'step' must be a whole number"):
+        kind.read(path)
+    path.write_bytes(kind.write([{**line, "plan": "\ud800"} for line in kind.samples[0]]))
+    kind.use(kind.read(path), fully=False)
+
+
+def test_a_bucket_has_sizes_that_a_memory_can_have():
+    with pytest.raises(BadPlan, match="a bucket needs names and as many sizes"):
+        Bucket(("a",), (2**63,), Strategy.parse("all_reduce@world"))
+
+
+def test_an_error_with_half_a_character_reaches_the_other_ranks():
+    store = dist.HashStore()
+    assert compat.set_once(store, "cause", "it is \ud800") == compat.set_once(store, "cause", "other")
 
 
 # Numbers too large to compute with

@@ -125,6 +125,7 @@ def outlives_restarts() -> str:
 
 def set_once(store: dist.Store, key: str, value: str) -> str:
     """Write `value` unless the key exists, and return the key's value. If the store fails, return `value`."""
+    value = value.encode(errors="replace").decode()  # a text from a file may hold halves of characters
     try:
         return store.compare_set(key, "", value).decode()
     except dist.DistNetworkError:

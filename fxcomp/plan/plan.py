@@ -44,7 +44,7 @@ class Bucket:
     at: ExchangePoint = ExchangePoint.GRADIENT
 
     def __post_init__(self) -> None:
-        if not self.names or len(self.names) != len(self.sizes) or min(self.sizes) < 0:
+        if not self.names or len(self.names) != len(self.sizes) or not 0 <= min(self.sizes) <= max(self.sizes) < 2**63:
             raise BadPlan(f"a bucket needs names and as many sizes, 0 or more each, not {self.names} and {self.sizes}")
         object.__setattr__(self, "starts", tuple(self.starts) or (0,) * len(self.names))
         if len(self.starts) != len(self.names) or min(self.starts) < 0:
@@ -311,7 +311,7 @@ class Plan:
                     for b in data["buckets"]
                 )
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise BadPlan(f"this is not a plan: {type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:

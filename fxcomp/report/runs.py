@@ -63,14 +63,14 @@ def read_run(path: str | Path, name: str, metrics: Sequence[str]) -> LoggedRun:
     plans: list[tuple[int, str]] = []
     for (_, line), step in zip(lines, steps, strict=True):
         plan = line.get("plan")
-        if isinstance(plan, str) and plan and (not plans or plans[-1][1] != plan):
+        if isinstance(plan, str) and plan and plan.isascii() and (not plans or plans[-1][1] != plan):
             plans.append((int(step), plan))
     return LoggedRun(name, steps, seconds, series, plans, notes)
 
 
 def _step(where: str, line: Mapping[str, Any]) -> float:
     step = _number(where, line, "step")
-    if step is None or not step.is_integer() or step < 0:
+    if step is None or not step.is_integer() or not 0 <= step <= 2**53:
         raise BadOption(f"{where}: 'step' must be a whole number, from 0; it is {line.get('step')!r}.{_CURE}")
     return step
 

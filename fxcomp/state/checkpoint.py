@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Plan
-from fxcomp.state.fields import GENERATORS, PLAN, check_state
+from fxcomp.state.fields import GENERATORS, PLAN, check_state, flat_tensor
 
 NOTHING_YET = "nothing yet"
 """Only key of a state saved before any gradient. An empty state would make in-place loading ignore the checkpoint."""
@@ -92,7 +92,7 @@ def saved_ranks(names: Sequence[str]) -> list[int]:
 
 def _state(tensors: Any, rank: int) -> Any:
     try:
-        text = bytes(tensors[f"rank{rank}.about"].cpu().tolist())
+        text = bytes(flat_tensor(tensors[f"rank{rank}.about"], "about").cpu().numpy())
         return _with_tensors(json.loads(text), tensors, rank)
     except (KeyError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise BadState(
@@ -189,6 +189,7 @@ def restore_generators(states: Sequence[Any], rank: int, ranks: int, device: tor
     """Restore the default generators from the state that the same rank saved, if the number of ranks is the same."""
     for state in states:
         if GENERATORS in state and (state["rank"], state["ranks"]) == (rank, ranks):
-            torch.set_rng_state(state[GENERATORS]["cpu"].cpu())
+            if "cpu" in state[GENERATORS]:
+                torch.set_rng_state(state[GENERATORS]["cpu"].cpu())
             if device.type != "cpu" and "device" in state[GENERATORS]:
                 torch.get_device_module(device).set_rng_state(state[GENERATORS]["device"].cpu(), device)

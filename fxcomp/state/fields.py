@@ -32,22 +32,22 @@ MOVED, THAWED, THAWS, FREEZES_AT = "momenta", "thawed", "thaws", "freezes_at"
 """Keys of a state of a job that exchanges momenta; see `state/momenta.py`."""
 
 
-def _tensor(value: Any, place: str) -> Tensor:
+def flat_tensor(value: Any, place: str) -> Tensor:
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.requires_grad)
-        if is_plain and value.dim() == 1:
+        if is_plain and value.dim() == 1 and value.nbytes <= value.untyped_storage().nbytes():  # no value repeats
             return value
     raise wrong(place, "a flat tensor of values", cast("object", value))
 
 
 def _values(value: Any, place: str) -> Tensor:
-    if not _tensor(value, place).is_floating_point():
+    if not flat_tensor(value, place).is_floating_point():
         raise wrong(place, "a tensor of floating-point values", value.dtype)
     return value
 
 
 def _generator(value: Any, place: str) -> Tensor:
-    state = _tensor(value, place)
+    state = flat_tensor(value, place)
     try:
         if place.endswith(".cpu"):  # a device's states have another format
             torch.Generator().set_state(state.cpu())
@@ -76,7 +76,7 @@ _SLICE = record(
 )
 _PART = record(
     dict[str, Any], compressor=TEXT, size=_COUNT, elements=_COUNT, dtype=TEXT, slot=_COUNT, start=_COUNT, place=_COUNT,
-    state=_tensor,
+    state=flat_tensor,
 )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def check_state(given: Any) -> Mapping[str, Any]:
         )
     state = cast("Mapping[str, Any]", given)
     version = state.get("version")
-    if version != VERSION:
+    if not isinstance(version, int) or version != VERSION:
         raise BadState(
             f"this state has {'no version' if version is None else f'version {version!r}'}; this fxcomp reads version"
             f" {VERSION}.\n  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
