@@ -3,7 +3,7 @@
     python benchmarks/elastic.py --json elastic.json
     python benchmarks/elastic.py --cases "kill, short waits"
 
-Four agents (`torchrun --nnodes 3:4`, c10d rendezvous) on this machine start a rank each, which runs
+Four agents of torchrun (`--nnodes 3:4`, c10d rendezvous) on this machine start a rank each, which runs
 examples/recipes/plain.py with a loss whose gradients are drawn from the step and the rank. One agent and its rank are
 killed, or stopped as if their host were gone. The others begin again with three ranks from the newest checkpoint; then
 an agent joins, and all begin again with four.

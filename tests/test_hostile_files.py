@@ -22,8 +22,9 @@ from fxcomp import compat
 from fxcomp.errors import BadOption, BadPlan, BadState, FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.state.checkpoint import PLAN, states_of, to_tensors
+from fxcomp.state.checkpoint import states_of, to_tensors
 from fxcomp.state.checksums import sealed
+from fxcomp.state.fields import PLAN
 
 COUNTS = {Plans: 120, CostTables: 60, CachedTables: 20, Clusters: 60, ErrorTables: 20, Logs: 20, Reports: 60}
 

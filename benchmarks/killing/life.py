@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fxcomp
-from fxcomp.state.checkpoint import PLAN, SCALE, states_of, to_tensors
+from fxcomp.state.checkpoint import states_of, to_tensors
+from fxcomp.state.fields import CALENDAR, PLAN, SCALE
 from fxcomp.step.calendar import IS_SETTLED
-from fxcomp.step.plan_in_force import CALENDAR
 from killing.faults import Aim, Counts, Watch, give_memory_back, strike
 from killing.kinds import SHAPES, START, Training, let_plans_race, saves_every, steps_of
 

@@ -33,7 +33,7 @@ _CACHED_METHODS = [method for method in vars(ShapeEnv).values() if hasattr(metho
 class AskingShapes(ShapeEnv):
     """Shape environment that gets data-dependent values from `ask`, and raises if `ask` returns None.
 
-    A new one frees those of earlier traces that nothing else uses.
+    A new one frees unused environments of earlier traces.
     """
 
     def __init__(self, ask: Callable[[Expression], Any]):

@@ -1,6 +1,6 @@
 """Write files atomically, and check them when they are read.
 
-    save_json ──► data + checksum ──► write_atomically: a file beside it, fsync, rename, fsync of the folder
+    save_json ──► data + checksum ──► write_atomically: temporary file, fsync, rename, fsync of the folder
     read_json ◄── data without it ◄── refused if the checksum is another
 
 A file without a checksum, such as one written by hand, is read.
@@ -29,7 +29,7 @@ _SUFFIX = ".fxcomp.tmp"
 """End of the name of a folder with an unfinished file."""
 
 _ABANDONED_S = 3600.0
-"""Age, in s, from which such a folder is deleted: its writer was killed."""
+"""Age, in s, of the folders that are deleted. Their writers were killed."""
 
 
 def cache_directory() -> Path:

@@ -100,7 +100,7 @@ _NEEDED: Mapping[str, Reader[Any]] = {
 }
 _OTHERS: Mapping[str, Reader[Any]] = {
     PLAN: lambda value, _: Plan.from_json(value),
-    SCALE: number(2.0**-149, 2.0**128),  # what float32 holds
+    SCALE: number(2.0**-149, 2.0**128),  # range of float32
     GENERATORS: keyed(_generator),
     CALENDAR: record(dict[str, Any], patience=whole(1), patient_until=_COUNT, begins=null_or(_COUNT), is_settled=FLAG),
     SHARD: listed(_COUNT),

@@ -24,6 +24,7 @@ from fxcomp.cost.table import CostTable
 from fxcomp.errors import FxcompError
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
+from fxcomp.state.checksums import sealed
 
 STEPS = 4
 WIDTH = 30
@@ -197,7 +198,7 @@ def compare_compressed() -> dict[str, Any]:
     fresh.load_state_dict(kept)
     found["goes on"] = bool(torch.equal(trained(again)[0], first))
     with suppress_to(found, "another shard"):
-        fresh.load_state_dict({**saved, "shard": [1 - me % 2, 2]})
+        fresh.load_state_dict(sealed({**saved, "shard": [1 - me % 2, 2]}))
     for each in (outer, fresh):
         each.close()
     return found

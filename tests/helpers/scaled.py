@@ -171,7 +171,7 @@ class Beside:
     def _states(self) -> list[Any]:
         optimizers = [each.state_dict() for each in self.step.training.optimizers]
         saved = self.step.state_dict()
-        saved.pop("calendar")  # a step that is left out has passed all the same
+        del saved["calendar"], saved["checksum"]  # a step that is left out has passed all the same
         return copy.deepcopy([self._model.state_dict(), optimizers, saved])
 
     def _balance(self, mean: Tensor) -> None:

@@ -19,9 +19,9 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.state.checkpoint import PLAN, read_checkpoint, saved_plan, states_of, to_tensors
+from fxcomp.state.checkpoint import read_checkpoint, saved_plan, states_of, to_tensors
 from fxcomp.state.checksums import checksum_of_tensor, sealed
-from fxcomp.state.fields import GENERATORS, SCALE
+from fxcomp.state.fields import GENERATORS, PLAN, SCALE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
