@@ -19,9 +19,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registe
 
 import fxcomp
 from fxcomp import compat
-from fxcomp.compat import groups
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.cluster.link import Link
+from fxcomp.compat import groups
 from fxcomp.runtime import agree, transport
 from fxcomp.step.compiled_step import CompiledStep
 
