@@ -44,7 +44,8 @@ from fxcomp.compat.groups import (
 )
 from fxcomp.compat.machine import (
     OUT_OF_MEMORY, forget_freed_memory, host_name, is_accelerator,
-    machine_name, processor_name, processor_quota, processors, spare_bytes, synchronize, usable_processors,
+    machine_name, processor_name, processor_quota, processors, return_freed_memory, spare_bytes, synchronize,
+    usable_processors,
 )
 from fxcomp.compat.modes import (
     attention_order, cpu_libraries, default_device, determinism, device_of_default, dispatch_mode,

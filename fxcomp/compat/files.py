@@ -58,8 +58,8 @@ def alone_on_this_machine(path: Path | None) -> Generator[None]:
 
 def checksum(data: Any) -> str:
     """Return a checksum of JSON data, against damage and not against attacks. Formatting and order do not matter."""
-    as_read = json.loads(json.dumps(data))  # keys become texts
-    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps(json.loads(json.dumps(data)), sort_keys=True)  # keys become texts, and then are sorted
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,8 +75,7 @@ def save_json(path: str | Path, data: Mapping[str, Any], *, makes_folder: bool =
 
 def read_json(path: str | Path) -> Any:
     """Return a file's data. Raise ValueError if it is not JSON or its checksum is wrong, and OSError."""
-    previous = f"{path}~"
-    offer = f"\n  The file before it is {previous}" if os.path.exists(previous) else ""
+    offer = f"\n  The file before it is {path}~" if os.path.exists(f"{path}~") else ""
     try:
         data: Any = json.loads(Path(path).read_text())
         json.dumps(data, ensure_ascii=False).encode()  # raises for halves of characters, which no terminal prints
@@ -132,7 +131,10 @@ _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDE
 
 def _replace(place: Path, write: Callable[[Path], object], keeps_previous: bool) -> None:
     prefix = f".{hashlib.sha256(place.name.encode()).hexdigest()[:8]}."
-    _delete_abandoned(place.parent, prefix)
+    for left in place.parent.glob(f"{prefix}*{_SUFFIX}"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(_SUFFIX, prefix, place.parent, ignore_cleanup_errors=True) as beside:
         new, previous = Path(beside, "new"), Path(beside, "previous")
         write(new)
@@ -154,11 +156,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _delete_abandoned(folder: Path, prefix: str) -> None:
-    """Delete unfinished files that killed writers of the same file left."""
-    for left in folder.glob(f"{prefix}*{_SUFFIX}"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(left)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -99,6 +101,12 @@ def synchronize(device: torch.device) -> None:
         module.synchronize(device)
     elif device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def return_freed_memory() -> None:
+    """Give freed memory of the host back to the system, which glibc keeps where it is in pieces."""
+    with suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_freed_memory(device: torch.device) -> None:

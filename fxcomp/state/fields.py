@@ -58,8 +58,7 @@ def _generator(value: Any, place: str) -> Tensor:
 
 def _index(value: Any, place: str) -> int:
     """Read the index of a parameter group, which JSON has turned into a text."""
-    is_text = isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value)
-    return whole(0)(int(value) if is_text else value, place)
+    return whole(0)(int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value) else value, place)
 
 
 def _share(value: Any, place: str) -> float:
