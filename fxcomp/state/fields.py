@@ -132,8 +132,9 @@ def check_state(given: Any) -> Mapping[str, Any]:
         )
     if not is_whole({name: value for name, value in state.items() if name in _KNOWN}):
         raise BadState(
-            f"the saved state of rank {state.get('rank')} is damaged, or was edited: its checksum is wrong.\n"
-            "  Load an earlier one, on every rank."
+            f"the saved state of rank {state.get('rank')} is damaged, was edited, or was mixed with another rank's: its checksum"
+            " is wrong.\n"
+            "  Load an earlier one, on every rank. With a checkpoint library, save step.checkpoint()."
         )
     try:
         record(dict[str, Any], **_NEEDED)({name: state[name] for name in _NEEDED if name in state}, "")

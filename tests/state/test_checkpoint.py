@@ -147,7 +147,7 @@ def test_a_state_that_was_changed_is_refused(change: str):
     assert states_of([{**state, "a user's": 1}])[0]["owed"] is state["owed"]
     CHANGES[change](state)
     for given in (state, [state]):
-        with pytest.raises(BadState, match=r"state of rank 1 is damaged, or was edited.*\n  Load an earlier one"):
+        with pytest.raises(BadState, match=r"state of rank 1 is damaged, was edited.*\n  Load an earlier one"):
             states_of(given)
 
 
