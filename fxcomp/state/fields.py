@@ -132,8 +132,8 @@ def check_state(given: Any) -> Mapping[str, Any]:
         )
     if not is_whole({name: value for name, value in state.items() if name in _KNOWN}):
         raise BadState(
-            f"the saved state of rank {state.get('rank')} is damaged, was edited, or was mixed with another rank's: its checksum"
-            " is wrong.\n"
+            f"the saved state of rank {state.get('rank')} is damaged, was edited, or was mixed with another rank's: its"
+            " checksum is wrong.\n"
             "  Load an earlier one, on every rank. With a checkpoint library, save step.checkpoint()."
         )
     try:
