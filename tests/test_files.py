@@ -218,7 +218,7 @@ def test_a_file_without_write_permission_is_kept(tmp_path: Path, monkeypatch: py
     assert path.read_text() == "old"
 
 
-@pytest.mark.parametrize("name", ["plan [1]*?.json", "字" * 80 + ".json", "a" * 250 + ".json", "-"])
+@pytest.mark.parametrize("name", ["plan [1]*?.json", "\udcff.json", "字" * 80 + ".json", "a" * 250 + ".json", "-"])
 def test_any_name_of_a_file_can_be_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

@@ -102,8 +102,8 @@ def write_atomically(
     """Replace a file atomically, also with concurrent writers. Links are followed, and the file keeps its mode.
 
     `content` is text, or a function that writes a file. Pipes and devices are written directly, and so is a file that
-    cannot be replaced, such as a mounted one. `keeps_previous` renames the file before it to
-    `path~`, where the file system has hard links.
+    cannot be replaced, such as a mounted one. `keeps_previous` renames the file before it to `path~`, where the file
+    system has hard links.
     """
     write: Callable[[Path], object] = content if callable(content) else lambda place: place.write_text(content)
     if (path.exists() and not path.is_file()) or str(path.absolute()).startswith(_DESCRIPTORS):
@@ -130,7 +130,7 @@ _NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDE
 
 
 def _replace(place: Path, write: Callable[[Path], object], keeps_previous: bool) -> None:
-    prefix = f".{hashlib.sha256(place.name.encode()).hexdigest()[:8]}."
+    prefix = f".{hashlib.sha256(os.fsencode(place.name)).hexdigest()[:8]}."
     for left in place.parent.glob(f"{prefix}*{_SUFFIX}"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
