@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -90,7 +91,7 @@ def runners(always: Mapping[str, Plan], _: Any, prices: StepPrices, __: Any) -> 
     return tuple(Runner(name, plan, 1e3, 0.9, 0.1) for name, plan in plans.items())
 
 
-class Training:
+class Training(ABC):
     """A job in the middle of training."""
 
     model: nn.Module
@@ -98,24 +99,24 @@ class Training:
     scaler: torch.amp.GradScaler | None = None
     micro_batches = 1
 
-    def train(self, number: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def train(self, number: int) -> None: ...
 
-    def state(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def state(self) -> Any: ...
 
-    def load(self, states: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self, states: Any) -> None: ...
 
     def phase(self, number: int) -> str:  # noqa: ARG002
         return "stepping"
 
-    def replan(self, number: int) -> None:
+    def replan(self, number: int) -> None:  # noqa: B027
         """Plan again if this kind of job does."""
 
     @property
-    def plan(self) -> Plan | None:
-        raise NotImplementedError
+    @abstractmethod
+    def plan(self) -> Plan | None: ...
 
 
 def _optimizer(model: nn.Module, is_linear: bool) -> torch.optim.Optimizer:
