@@ -132,7 +132,7 @@ struct PlacesReader {
         return true;
     }
 
-    // Goes to the next word that has a place; false at the end, and behind k places.
+    // Advances to the next word that has a place. Returns false at the end or after k places.
     FXCOMP_METHOD bool seek(PlacesCursor& cursor) const { return seek_one(cursor) && cursor.number < k; }
 
     // The place that comes next, behind a `seek` that found one.

@@ -121,7 +121,7 @@ def strike(aim: Aim, pipe: Connection, folder: Path) -> None:
 
 
 def handle_signals(fault: str) -> None:
-    """Set the handler of SIGTERM: none, or one that raises SystemExit, as many training scripts do."""
+    """Reset SIGTERM's handler, or set one that raises SystemExit."""
     signal.signal(signal.SIGTERM, (lambda *_: sys.exit(143)) if fault == EXIT else signal.SIG_DFL)
 
 

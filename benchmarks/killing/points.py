@@ -64,7 +64,7 @@ class Point:
     """Process that hosts the store: rank 0, or the parent, like torchrun's agent."""
     restart_by: str
     function: float
-    """Place of the function among those that the phase calls, in [0, 1)."""
+    """Relative position of the function in the phase's list of functions, in [0, 1)."""
     call: float
     """Place among the calls of the function, in [0, 1)."""
 

@@ -82,7 +82,7 @@ inline std::map<std::string, int64_t>& calls() {
     return made;
 }
 
-// Call a kernel, and count it: test_sanitizers.py compares the names with those that the library exports.
+// Calls a kernel and counts the call. test_sanitizers.py compares the counted names with the library's exports.
 #define CALL(name, ...)                              \
     [&] {                                            \
         static int64_t& made = calls()[#name];       \

@@ -39,7 +39,7 @@ class Rng {
     uint64_t state_;
 };
 
-// AddressSanitizer stops at the first byte behind it. Null for no elements, as torch's. `offset` bytes come before it.
+// AddressSanitizer reports the first byte after the buffer. Null if empty, as in torch. `offset` bytes precede it.
 template <class T>
 class Exact {
   public:
