@@ -6,9 +6,11 @@ are counted when called and kernels when launched. Forward and backward do not r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from launch_counter import LaunchCounter
@@ -17,7 +19,7 @@ from torch import Tensor
 from fxcomp import compat
 from fxcomp.codegen.load import observed
 from fxcomp.codegen.program import Program
-from fxcomp.compressors.triton.language import launches_told
+from fxcomp.compressors.triton import dispatch, language
 from fxcomp.graph.edit import nodes_on_host
 from fxcomp.graph.info import InputKind, Role, arguments_of, info
 from fxcomp.graph.regions import Region, regions
@@ -139,8 +141,19 @@ def _run(program: Program, runtime: Runtime, counter: LaunchCounter) -> None:
         if not region.updates:
             step.__globals__[name] = _made(region)
     lines = _CountedLines(runtime, counter)
-    with torch.no_grad(), launches_told(counter.add), counter, counter.counting("other"):
+    with torch.no_grad(), kernels_counted(counter.add), counter, counter.counting("other"):
         step(lines, *_arguments(program))
+
+
+@contextmanager
+def kernels_counted(count: Callable[[Sequence[Tensor]], object]) -> Generator[None]:
+    """Within this context, pass the tensors of each launch of a Triton kernel to `count`, and run no kernel."""
+
+    def start(_kernel: Any, _programs: Any, arguments: Sequence[Any], *_: Any) -> None:
+        count([each for each in arguments if isinstance(each, Tensor)])
+
+    with patch.object(language, "start", start), patch.object(dispatch, "can_run_on", lambda each: each.is_meta):
+        yield
 
 
 def _counted(kind: str, run: Callable[..., Any], counter: LaunchCounter) -> Callable[..., Any]:

@@ -234,7 +234,9 @@ def same_with_numbers(
             return True
         if node.op == "get_attr":
             return _same_constant(getattr(symbolic, str(node.target)), getattr(plain, str(other.target)))
-        arguments = [pytree.tree_leaves((each.args, each.kwargs), is_leaf=_is_leaf) for each in (node, other)]
+        arguments = [
+            pytree.tree_leaves((each.args, each.kwargs), is_leaf=lambda value: value is None) for each in (node, other)
+        ]
         if node.target != other.target or len(arguments[0]) != len(arguments[1]):
             return False
         return all(_same_number(written(a), written(b)) for a, b in zip(*arguments, strict=True))
@@ -248,10 +250,6 @@ def _is_size(node: Node) -> bool:
     value = node.meta.get("val")
     is_value = node.op in ("placeholder", "call_function")
     return is_value and isinstance(value, compat.SYMBOLS) and not compat.unbacked_symbols(value)
-
-
-def _is_leaf(value: Any) -> bool:
-    return value is None
 
 
 def _same_constant(mine: Any, other: Any) -> bool:

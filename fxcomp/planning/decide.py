@@ -207,11 +207,18 @@ class Planner:
 
     def links_are_as_they_were(self, costs: CostTable, dense_bytes: int) -> bool:
         """Return True if an all_reduce of all gradients takes about as long as `costs` predict. Every rank calls it."""
+        size = min(dense_bytes, LARGEST_FROM_DEVICE)
+        told = costs.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, size, self.site.cluster)
+        return is_alike(told.us, self.sum_us(size))
+
+    def sum_us(self, size: int) -> float:
+        """Return the time of an all_reduce of `size` bytes over all ranks, in µs: the shorter of two.
+
+        Every rank calls it.
+        """
         assert isinstance(self.site.transport, Groups), "several ranks have groups"
         timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
-        what = CollectiveKind.ALL_REDUCE, Level.WORLD, min(max(4, dense_bytes), LARGEST_FROM_DEVICE)
-        told_us, took_us = costs.collective(*what, self.site.cluster).us, 1e6 * min(timed(*what) for _ in range(2))
-        return is_alike(told_us, took_us)
+        return 1e6 * min(timed(CollectiveKind.ALL_REDUCE, Level.WORLD, size) for _ in range(2))
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Measure the links again. Choose by the new costs and by `errors` of this job's gradients.
@@ -222,10 +229,6 @@ class Planner:
         costs = with_links_of_now(costs, self.site) if costs.compressors else self._gathered()
         workload = ranks.attempt(f"{topic}: reading the costs", lambda: self.compiler.analyze(self.graph, costs))
         return self._best(workload, costs, topic, errors)
-
-    def measure_next_time(self) -> None:
-        """Delete the cached costs, which proved wrong."""
-        self.earlier.forget()
 
     @property
     def terms(self) -> Terms:

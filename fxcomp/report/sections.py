@@ -15,7 +15,6 @@ from fxcomp.report.document import (
     Block,
     Section,
     Table,
-    Timelines,
     count,
     decimals,
     in_types,
@@ -87,7 +86,7 @@ def report_of(explanation: Explanation) -> Report:
         sections.append(Section("Collectives", _collectives(explanation)))
     if explanation.device is not None:
         sections.append(Section("On the device", explanation.device.blocks()))
-    sections.append(Section("Timeline", [_timelines(explanation)]))
+    sections.append(Section("Timeline", [[(track.name, track.timeline) for track in tracks_of(explanation)]]))
     sections.append(Section("Critical path", [_critical_path(explanation, digits)]))
     if choice is not None and cluster.hosts > 1:
         sections.append(Section("Break-even bandwidth", [_flip(explanation)]))
@@ -312,10 +311,6 @@ def _why_they_lost(shorter: Sequence[Alternative], choice: Choice) -> str:
 def _collectives(explanation: Explanation) -> list[Block]:
     asked = (explanation.plan, explanation.costs, explanation.cluster, explanation.workload.shapes)
     return [Table((), formula_lines(*asked)), *break_even_lines(*asked)]
-
-
-def _timelines(explanation: Explanation) -> Timelines:
-    return [(track.name, track.timeline) for track in tracks_of(explanation)]
 
 
 def _critical_path(explanation: Explanation, digits: int) -> str:

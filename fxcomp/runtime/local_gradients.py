@@ -11,10 +11,6 @@ GradientCheck = Callable[[str, Tensor, int], None]
 """Takes a parameter's name, its gradient or a part of it, and the part's first index in the flat gradient."""
 
 
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, torch.float32)
-
-
 class LocalGradients:
     def __init__(self) -> None:
         self.on_gradient: GradientCheck | None = None
@@ -34,9 +30,8 @@ class LocalGradients:
             self.before_packing.pop(0)()
         if self.on_gradient is not None and parameters:
             for parameter, gradient, start in zip(parameters, gradients, starts or [0] * len(gradients), strict=True):
-                self.on_gradient(
-                    parameter, gradient if factor is None else gradient.to(_wide(gradient)) * factor, start
-                )
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                self.on_gradient(parameter, gradient if factor is None else gradient.to(wide) * factor, start)
 
     def add_owed(self, parameters: Sequence[str], parts: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
         for parameter, part, start in zip(parameters, parts, starts or [0] * len(parts), strict=False):

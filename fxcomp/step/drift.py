@@ -1,24 +1,47 @@
-"""Detect changed step times (drift).
+"""Detect changed step times and faster links (drift).
 
-    every WINDOW steps under a plan     median step time on the slowest rank
-    first median                        settled time, until another plan is followed
+    every WINDOW steps under a plan     median step time on the slowest rank; time of an all_reduce
+    first window                        settled times, until another plan is followed
     later median, up or down by FACTOR  drift; the schedule measures the links again or races plans
+    later all_reduce, down by LINKS     the same
 
-All ranks compare the same medians.
+A compressed step may be as long over faster links, although a plan with less compression has become the fastest. Slower
+links show in step times, or do not matter to the plan. All ranks compare the same times.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from fxcomp.cost.measured import format_bytes
 from fxcomp.step.calendar import WINDOW
 
 FACTOR = 1.25
 """Ratio of window medians that counts as drift. On a busy machine, medians vary by less (assumed)."""
 
+LINKS = 2.0
+"""Ratio of an all_reduce's times, earlier to later, that counts as drift (assumed)."""
+
+SHARE = 0.1
+"""Time of the all_reduce as a fraction of the median step, by the plan's costs. It is timed twice per window."""
+
+MOST_BYTES = 4 << 20
+"""Maximum bytes of the all_reduce, because training needs the memory."""
+
 LEAST = WINDOW // 4
 """Minimum number of timed steps per window and rank. Not timed: verified steps, and batches unlike the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    step_ms: float
+    """Median step time on the slowest rank."""
+    size: int = 0
+    """Bytes of the all_reduce; 0 without one."""
+    sum_ms: float = 0.0
+    """Time of the all_reduce on the slowest rank."""
 
 
 def median_of_window(times_ms: Sequence[float]) -> float:
@@ -26,18 +49,11 @@ def median_of_window(times_ms: Sequence[float]) -> float:
     return statistics.median(times_ms) if len(times_ms) >= LEAST else -1.0
 
 
-def judged(step: int, settled_ms: float | None, medians_ms: Sequence[float]) -> tuple[float | None, str]:
-    """Compare the window that ends after `step` steps with the settled time. `medians_ms` has one value per rank.
-
-    Return the settled time and a sentence on drift. The sentence is empty without drift, or if a rank timed fewer than
-    LEAST steps.
-    """
-    now_ms = max(medians_ms)
-    if min(medians_ms) < 0 or settled_ms is None:
-        return settled_ms if min(medians_ms) < 0 else now_ms, ""
-    if max(settled_ms, now_ms) <= FACTOR * min(settled_ms, now_ms):
-        return settled_ms, ""
-    return (
-        settled_ms,
-        f"step {step}: steps take {now_ms:.4g} ms, and took {settled_ms:.4g} when their plan was settled.",
-    )
+def drift_since(step: int, settled: Window, now: Window) -> str:
+    """Compare the window that ends after `step` steps with the plan's first. Return a sentence on drift, or ""."""
+    drift = ""
+    if max(settled.step_ms, now.step_ms) > FACTOR * min(settled.step_ms, now.step_ms):
+        drift = f"steps take {now.step_ms:.4g} ms, and took {settled.step_ms:.4g}"
+    elif settled.sum_ms > LINKS * now.sum_ms:
+        drift = f"all_reduces of {format_bytes(now.size)} take {now.sum_ms:.4g} ms, and took {settled.sum_ms:.4g}"
+    return drift and f"step {step}: {drift} when their plan was settled."

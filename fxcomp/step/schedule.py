@@ -4,7 +4,7 @@
     first steps     time each emitted line               choose a plan from the times
     warm-up         enter the next stage                 exchange gradients again if frozen second moments do not fit
     race                                                 start the next turn, or keep the fastest plan
-    drift                                                if step times have changed, replan or race again
+    drift                                                if step times or links have changed, replan or race again
     errors          measure compression errors (a look)  choose a plan again by the measured errors
 
 `race.py` and `drift.py` only compute; the schedule communicates and switches plans. `freeze.py` and
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fxcomp.cluster.cluster import Level
+from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import BadPlan, CannotReplan
 from fxcomp.options import StepOptions
@@ -32,7 +33,7 @@ from fxcomp.state.momenta import SavedMomenta
 from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.alike import SELDOM, Alike
 from fxcomp.step.calendar import BEGINS, IS_SETTLED, WINDOW, Calendar, Use
-from fxcomp.step.drift import judged, median_of_window
+from fxcomp.step.drift import MOST_BYTES, SHARE, Window, drift_since, median_of_window
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.first_steps import FirstSteps
@@ -123,8 +124,8 @@ class StepSchedule(Schedule):
         self._force, self._planner, self._options, self._note = force, planner, options, note
         self._freeze = Freeze(force, site.ranks, self._follow, note)
         self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
-        self._settled_ms: float | None = None
-        """Median step time of the plan's first WINDOW steps, in ms."""
+        self._settled: Window | None = None
+        """First WINDOW steps of the plan."""
         self._planned_for: Plan | None = None
         """Plan before the current race, if drift or `replan` started the race."""
         self._errors: ErrorLooks | None = None
@@ -228,7 +229,7 @@ class StepSchedule(Schedule):
                 self._race_plans(step, topic)
                 return
             self._note(f"step {step}: {said}; the first steps are timed again")
-            self._planner.measure_next_time()
+            self._planner.earlier.forget()
             self._force.switch(self._planner.dense(), topic)
             self._settle_anew(step)
             self._time_from(step)
@@ -313,7 +314,7 @@ class StepSchedule(Schedule):
     def _settle_anew(self, step: int) -> None:
         self.calendar.followed_from = step
         self._times.forget()
-        self._settled_ms = None
+        self._settled = None
 
     def _freeze_at(self, step: int | None) -> None:
         """Exchange momenta from `step` on, after the last warm-up stage."""
@@ -382,7 +383,7 @@ class StepSchedule(Schedule):
     def replan(self, step: int) -> bool:
         """Measure the links and choose a plan again. Every rank calls it. Return True if the plan changed."""
         topic, before = "planning again", self._force.plan
-        workload, old = self._force.decision.workload, self._force.decision.costs
+        old = self._force.decision.costs
         self._drop_adaptation(step)
         errors = self._errors.table if self._adaptation is not None and self._errors is not None else ASSUMED
         decision = self._planner.again(old, topic, errors)
@@ -390,8 +391,7 @@ class StepSchedule(Schedule):
         self.call_off()
         timeline = self._force.standing.timeline  # depends on the rank's shards
         predicted_us = self._site.ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
-        sum_of_all = CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, self._site.cluster
-        dense_us = [costs.collective(*sum_of_all).us for costs in (old, decision.costs)]
+        dense_us = [self._sum_of_all_us(costs) for costs in (old, decision.costs)]
         self._note(_said_of(decision, step, predicted_us, dense_us, changed=decision.plan != before))
         self._race_again(step, f"{topic}: the race", before)
         return decision.plan != before
@@ -402,8 +402,25 @@ class StepSchedule(Schedule):
             return ""
         mine = median_of_window(self._times.since(step - WINDOW))
         everyone = [ms for (ms,) in self._site.gather_numbers("how long steps take", [mine])]
-        self._settled_ms, drift = judged(step, self._settled_ms, everyone)
-        return "" if step < self.calendar.patient_until else drift
+        if min(everyone) < 0:
+            return ""
+        now = self._window(max(everyone))
+        settled, self._settled = self._settled, self._settled or now
+        return "" if settled is None or step < self.calendar.patient_until else drift_since(step, settled, now)
+
+    def _window(self, step_ms: float) -> Window:
+        """Return a window; if the plan compresses, time an all_reduce. Every rank calls it."""
+        if self._force.plan.is_dense:
+            return Window(step_ms)
+        settled_ms = step_ms if self._settled is None else self._settled.step_ms
+        part = min(1.0, SHARE * 1e3 * settled_ms / self._sum_of_all_us(self._force.decision.costs))
+        size = min(int(part * self._force.decision.workload.dense_bytes), MOST_BYTES)
+        return Window(step_ms, size, self._planner.sum_us(size) / 1e3)
+
+    def _sum_of_all_us(self, costs: CostTable) -> float:
+        """Return the predicted time of an all_reduce of all gradients, in µs."""
+        what = CollectiveKind.ALL_REDUCE, Level.WORLD, self._force.decision.workload.dense_bytes
+        return costs.collective(*what, self._site.cluster).us
 
     def _acts_on_drift(self, step: int) -> bool:
         """Check for drift, and replan or race again. Return True if there is drift."""
@@ -413,7 +430,7 @@ class StepSchedule(Schedule):
         plans_again, offers = self._options.checks.replan == "auto", not self._options.why_not_replan
         offer = " step.replan(), called by every rank, measures the links again and chooses by them."
         self._note(f"{drift}{offer if offers and not plans_again else ''}")
-        self._planner.measure_next_time()
+        self._planner.earlier.forget()
         with self._site.ranks.together("acting on drift"):
             if plans_again:
                 self.replan(step)

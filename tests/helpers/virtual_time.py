@@ -19,6 +19,7 @@ from fxcomp.cost.timeline import simulate
 from fxcomp.graph.lines import timed_lines
 from fxcomp.graph.regions import cut
 from fxcomp.plan.kinds import Stream
+from fxcomp.planning.decide import Planner
 from fxcomp.step import step_times
 from fxcomp.step.execution import Execution
 from fxcomp.step.observer import StepUnderWay
@@ -63,7 +64,14 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         clock.wall_s += clock.step_us(under_way.program, under_way.force.decision.costs.processors) / 1e6
         return result
 
+    def sum_us(_: Planner, size: int) -> float:
+        return size * (clock.factors or {}).get(LINKS, 1.0)
+
     really_run = Execution._run
     wall = SimpleNamespace(look=lambda: clock.wall_s, us=lambda start, end: 1e6 * (end - start))
-    with patch.object(Execution, "_run", run), patch.object(step_times, "Clock", lambda _: wall):
+    with (
+        patch.object(Execution, "_run", run),
+        patch.object(step_times, "Clock", lambda _: wall),
+        patch.object(Planner, "sum_us", sum_us),
+    ):
         yield

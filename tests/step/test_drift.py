@@ -27,7 +27,7 @@ from fxcomp.planning import measure_machine
 from fxcomp.planning.measure_machine import with_links_of_now
 from fxcomp.site import Site
 from fxcomp.step.calendar import WINDOW as FULL
-from fxcomp.step.drift import FACTOR, judged, median_of_window
+from fxcomp.step.drift import FACTOR, Window, drift_since, median_of_window
 
 AUTO = {"replan": "auto"}
 
@@ -35,25 +35,28 @@ AUTO = {"replan": "auto"}
 
 
 @pytest.mark.parametrize(
-    ("settled_ms", "medians_ms", "settles_ms", "drifts_to"),
+    ("now", "said"),
     [
-        (None, [20.0, 21.0], 21.0, None),
-        (None, [20.0, -1.0], None, None),
-        (20.0, [41.234, 19.0], 20.0, "41.23"),
-        (20.0, [7.0, 7.0], 20.0, "7"),
-        (20.0, [24.0, 20.0], 20.0, None),
-        (20.0, [17.0, 16.0], 20.0, None),
-        (20.0, [40.0, -1.0], 20.0, None),
+        (Window(41.234, 4096, 5.0), "steps take 41.23 ms, and took 20"),
+        (Window(7.0, 4096, 5.0), "steps take 7 ms, and took 20"),
+        (Window(24.0, 4096, 5.0), None),
+        (Window(17.0, 4096, 5.0), None),
+        (Window(20.0, 4096, 2.4), "all_reduces of 4 KiB take 2.4 ms, and took 5"),
+        (Window(20.0, 4096, 2.6), None),
+        (Window(20.0, 4096, 50.0), None),
+        (Window(41.0, 4096, 1.0), "steps take 41 ms, and took 20"),
     ],
-    ids=["settles", "not all have timed", "one slow rank", "faster", "a little slower", "a little faster", "one knows"],
+    ids=["slower", "faster", "a little slower", "a little faster", "links", "links a little", "slow links", "both"],
 )
-def test_a_median_that_moves_by_more_than_the_factor_is_drift_up_or_down(
-    settled_ms: float | None, medians_ms: list[float], settles_ms: float | None, drifts_to: str | None
-):
-    settles, drift = judged(300, settled_ms, medians_ms)
-    assert settles == settles_ms
-    said = f"step 300: steps take {drifts_to} ms, and took 20 when their plan was settled."
-    assert drift == ("" if drifts_to is None else said)
+def test_steps_that_change_by_more_than_the_factor_and_faster_links_are_drift(now: Window, said: str | None):
+    drift = drift_since(300, Window(20.0, 4096, 5.0), now)
+    assert drift == ("" if said is None else f"step 300: {said} when their plan was settled.")
+
+
+@pytest.mark.parametrize("now_ms", [16.1, 24.9])
+def test_windows_without_an_all_reduce_are_compared_by_step_times(now_ms: float):
+    assert drift_since(300, Window(20.0), Window(now_ms)) == ""
+    assert drift_since(300, Window(20.0), Window(2 * now_ms)) != ""
 
 
 def test_noise_and_a_moment_that_is_shorter_than_half_a_window_do_not_move_the_median():

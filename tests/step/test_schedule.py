@@ -115,15 +115,28 @@ class Planner:
     """Chooses a plan again whenever it is asked."""
 
     chosen: str
+    links_us: Callable[[int], float]
+    """The time of an all_reduce, by the number of steps so far."""
     measures: int = 0
+    sums: int = 0
+    steps: int = 0
     terms: Any = None
+
+    @property
+    def earlier(self) -> Planner:
+        return self
 
     def again(self, costs: CostTable, topic: str, errors: Any) -> Any:
         del topic, errors
         return decided(self.chosen, costs)
 
-    def measure_next_time(self) -> None:
+    def forget(self) -> None:
         self.measures += 1
+
+    def sum_us(self, size: int) -> float:
+        assert size == 32
+        self.sums += 1
+        return self.links_us(self.steps)
 
 
 def decided(name: str, costs: CostTable, *runners: Runner) -> Any:
@@ -141,6 +154,7 @@ class Job:
     notes: list[str]
     switches: list[str]
     measures: int
+    sums: int
     patience: int
 
 
@@ -157,6 +171,7 @@ def follow(
     checks: Checks = UNVERIFIED,
     chosen: str = "dense",
     before: Callable[[StepSchedule, int], None] = lambda *_: None,
+    links_us: Callable[[int], float] = lambda _: 500.0,
 ) -> Job:
     """Let ranks follow a schedule; all must see the same."""
 
@@ -177,7 +192,7 @@ def follow(
         options = StepOptions(compress=Compress.of("balanced"), checks=checks)
         first = runners[0].name if runners else "dense"
         force, notes = Force(decided(first, cast(CostTable, Costs()), *runners)), list[str]()
-        clock, planner = Clock(times, rank), Planner(chosen)
+        clock, planner = Clock(times, rank), Planner(chosen, links_us)
         schedule = StepSchedule(cast(Any, force), cast(Any, clock), planner, options, cast(Any, site), notes.append)
         plans, uses = list[str](), list[Use | None]()
         for step in range(steps):
@@ -188,8 +203,10 @@ def follow(
             plans.append(named(force.plan))
             if use is not Use.VERIFY:
                 clock.run(step, force.plan)
+            planner.steps = step + 1
             schedule.between(step + 1)
-        return Job(plans, uses, notes, force.switches, planner.measures, schedule.calendar.patience)
+        counts = planner.measures, planner.sums
+        return Job(plans, uses, notes, force.switches, *counts, schedule.calendar.patience)
 
     first, *others = run_virtual(ranks, work)
     assert all(other == first for other in others), "all ranks see the same"
@@ -252,6 +269,53 @@ def test_a_drift_that_changes_no_plan_is_waited_for_twice_as_long():
     assert found.plans == ["dense"] * 6 * WINDOW
     assert len(found.switches) == 1, "the median is settled again after it"
     assert found.patience == 2
+
+
+def test_a_rank_that_becomes_slow_is_drift_for_all():
+    def times(plan: str, step: int, rank: int) -> float:
+        del plan
+        return 30.0 if rank == 1 and step >= WINDOW else 10.0
+
+    found = follow(times, 3 * WINDOW, checks=PLANNED_AGAIN)
+    assert found.notes[0].startswith(f"step {2 * WINDOW}: steps take 30 ms, and took 10")
+
+
+def faster_from(step: int, us: float) -> Callable[[int], float]:
+    return lambda steps: us if steps >= step else 500.0
+
+
+def test_faster_links_are_noticed_though_a_compressed_step_takes_as_long():
+    times = steady({"int8": 10.0, "bf16": 14.0, "dense": 20.0})
+    links = faster_from(2 * WINDOW, 200.0)
+    found = follow(times, 4 * WINDOW, RUNNERS, chosen="dense", checks=PLANNED_AGAIN, links_us=links)
+    raced, drift, planned = found.notes
+    assert raced.startswith("raced")
+    assert "all_reduces of 32 B take 0.2 ms, and took 0.5 when their plan was settled" in drift
+    assert planned.startswith("planned again")
+    assert (found.switches, found.plans[-1], found.measures) == (["planning again"], "dense", 1)
+
+
+@pytest.mark.parametrize("us", [251.0, 5000.0], ids=["a little faster", "slower"])
+def test_other_changes_of_links_show_in_step_times_or_do_not_matter(us: float):
+    times = steady({"int8": 10.0, "bf16": 14.0, "dense": 20.0})
+    found = follow(times, 4 * WINDOW, RUNNERS, checks=PLANNED_AGAIN, links_us=faster_from(2 * WINDOW, us))
+    assert (found.plans[-1], len(found.notes)) == ("int8", 1)
+    assert found.sums == 3, "one for each window of the plan that stays"
+
+
+def test_a_dense_plan_times_no_links():
+    found = follow(steady({"dense": 10.0}), 4 * WINDOW, checks=PLANNED_AGAIN, links_us=faster_from(2 * WINDOW, 1.0))
+    assert (found.sums, found.notes) == (0, [])
+
+
+def test_faster_links_let_the_plans_race_again_where_none_is_made():
+    def times(plan: str, step: int, rank: int) -> float:
+        del rank
+        return {"int8": 10.0, "bf16": 14.0, "dense": 20.0 if step < 250 else 9.0}[plan]
+
+    found = follow(times, 5 * WINDOW, RUNNERS, links_us=faster_from(250, 50.0))
+    assert (found.plans[250], found.plans[-1]) == ("int8", "dense")
+    assert [note.split()[0] for note in found.notes].count("raced") == 2
 
 
 def test_drift_lets_the_plans_race_again_where_none_is_made():

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fxcomp.compressors.facts import Declared
 from fxcomp.compressors.inputs import DecoderInput, EncoderInput
-from fxcomp.compressors.triton.language import are_told
 
 Pieces = tuple[tuple[int, ...], ...]
 
@@ -28,7 +27,7 @@ def available() -> bool:
 
 
 def can_run_on(tensor: Tensor) -> bool:
-    return (tensor.is_cuda and available()) or (tensor.is_meta and are_told())
+    return tensor.is_cuda and available()
 
 
 def has_kernels(kind: type[Declared]) -> bool:

@@ -5,9 +5,7 @@ Sums add the upper half of the terms to the lower until one is left. `randomness
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -49,27 +47,7 @@ def launch(
 def start(
     kernel: Any, programs: tuple[int, int], arguments: tuple[Any, ...], warps: int, constants: dict[str, Any]
 ) -> None:
-    if (tell := _told.get()) is not None:
-        tell([each for each in arguments if isinstance(each, Tensor)])
-        return
     kernel[programs](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
-
-
-@contextmanager
-def launches_told(tell: Callable[[Sequence[Tensor]], object]) -> Generator[None]:
-    """Within this context, pass each launch's tensors to the callback and run no kernel. For meta tensors."""
-    token = _told.set(tell)
-    try:
-        yield
-    finally:
-        _told.reset(token)
-
-
-def are_told() -> bool:
-    return _told.get() is not None
-
-
-_told: ContextVar[Callable[[Sequence[Tensor]], object] | None] = ContextVar("told", default=None)
 
 
 @jit
