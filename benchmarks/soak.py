@@ -11,7 +11,8 @@ The exit status is 1 if one of these does not hold:
 
     median step time    the last and the first period with the same rate and sizes differ by at most 5 %; the job's
                         first period, which compiles and chooses a plan, does not count
-    memory              grows by at most 2 % on every rank, from the end of the second period (from step 1,000 on)
+    memory              grows by at most 2 % on every rank, from the end of the second period (from step 1,000 on):
+                        resident, own, and allocated (without the freed memory that glibc keeps)
     descriptors         as many as then
     threads             as many as then
     replicas            equal to the bit on all ranks, at the end of every period
@@ -20,6 +21,7 @@ The exit status is 1 if one of these does not hold:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import hashlib
 import json
@@ -56,6 +58,8 @@ class Held:
 
     resident_mb: float
     own_mb: float
+    allocated_mb: float
+    """Memory that malloc gave out, without freed memory."""
     descriptors: int
     threads: int
     tensors: int
@@ -67,7 +71,24 @@ class Held:
         kb = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in memory[1:])}
         tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
         descriptors, threads = (len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task"))
-        return cls(kb["Rss"] / 1e3, kb["Pss"] / 1e3, descriptors, threads, tensors)
+        return cls(kb["Rss"] / 1e3, kb["Pss"] / 1e3, allocated_bytes() / 1e6, descriptors, threads, tensors)
+
+
+class MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and later (malloc.h): all sizes in bytes."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that malloc gave out and did not get back, from its heaps and by mmap."""
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = MallInfo
+    found = read()
+    return found.uordblks + found.hblkhd
 
 
 @dataclass(frozen=True)
@@ -154,7 +175,7 @@ def verdict(periods: Sequence[Period]) -> Iterator[tuple[str, bool, str]]:
     said = f"{len(slower)} of {len(compared)} differ by more than {MOST_SLOWER:.0%}, at most {furthest:.1%}"
     yield "median step times", not slower and bool(compared), said
     first, last = since(periods), periods[-1]
-    for name in ("resident_mb", "own_mb", "descriptors", "threads", "tensors"):
+    for name in ("resident_mb", "own_mb", "allocated_mb", "descriptors", "threads", "tensors"):
         pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(first.held, last.held, strict=True)]
         most = {"descriptors": 0.0, "threads": 0.0}.get(name, MOST_GROWN)
         grown = max(b / a - 1 for a, b in pairs)

@@ -50,8 +50,8 @@ class Checks:
     `race`: `auto` (the best plans run alternately in the first 60 steps, and the fastest is kept) or `off` (the
     predicted plan).
 
-    `replan`: reaction to changed step times: `offer` (a note, another race, and `step.replan()` to measure links and
-    plan again), `auto` (all ranks plan again at the same step) or `off`.
+    `replan`: reaction to changed step times or faster links: `offer` (a note, another race, and `step.replan()` to
+    measure links and plan again), `auto` (all ranks plan again at the same step) or `off`.
     """
 
     verify: int | str = SAMPLED
