@@ -271,7 +271,7 @@ class Ranks:
             return
         with torch.no_grad():
             for tensor in tensors:
-                own = _own_memory(tensor.data)
+                own = tensor.data[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]  # once each
                 sent = own.resolve_conj().resolve_neg().contiguous()
                 # Not in the user's default group, which stays open if a rank fails.
                 self._groups.broadcast(sent.view(-1).view(torch.uint8), 0, Level.WORLD.value, "main").wait()
@@ -340,11 +340,6 @@ def cluster_of_group(group: Any = None, *, intra: Link = LOCAL_LINK, inter: Link
 
 
 ALONE = Ranks(None, None, False)
-
-
-def _own_memory(tensor: Tensor) -> Tensor:
-    """Return a view that omits the repeated elements of an expanded tensor."""
-    return tensor[tuple(0 if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _conversation(what: str, members: Members) -> Conversation:

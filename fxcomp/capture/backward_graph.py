@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 
 from fxcomp import compat
@@ -125,13 +125,10 @@ def _handed_out(gm: GraphModule, value: Node, name: str) -> Node:
         if reduction is not None:
             reduction.replace_input_with(local, alias)
         value, local = alias if value is local else value, alias
-    local.meta["val"] = _fixed(local.meta["val"])
+    gradient = local.meta["val"]
+    local.meta["val"] = gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
     with gm.graph.inserting_before(output):
         return call(gm.graph, aten.alias.default, (value,), NodeInfo(Role.UPDATE, name))
-
-
-def _fixed(gradient: Tensor) -> Tensor:
-    return gradient.new_empty([compat.size_hint(size) for size in gradient.shape])
 
 
 def _reduction_behind(value: Node) -> Node | None:

@@ -45,7 +45,7 @@ def swapped(model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Generator[None
     saved: list[tuple[Table, Table]] = []
     places: list[str] = []
     try:
-        for place, module in _named_modules(model):
+        for place, module in list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules())):  # untyped in torch
             tables: list[Table] = [module._parameters, module._buffers]
             for table in tables:
                 saved.append((table, dict(table)))
@@ -100,10 +100,6 @@ def _replaced(name: str, was: _Kind, now: _Kind) -> CaptureFailed:
 
 def _text(kind: _Kind) -> str:
     return "nothing" if kind is None else f"{str(kind[1]).removeprefix('torch.')}{list(kind[0])}"
-
-
-def _named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))  # untyped in torch
 
 
 def _refresh_flat_weights(module: nn.Module) -> None:

@@ -66,11 +66,12 @@ def compile_with_inductor(
     fills = [node for node in draws if _fills_fresh_memory(node)]
     if (fills and len(fills) < len(draws)) or any(map(_fills_out_of_order, draws)):
         return plain
-    taken = [node for node in region.nodes if _is_taken_from_a_list(node, region)]
+    taken = [each for each in region.nodes if each.target is operator.getitem and each.args[0] in region.inputs]
     inner = _without(region, fills, taken)
     outside = tensors_outside(gm, inner)
     fakes = [node.meta["val"] for node in (*inner.inputs, *outside)]
-    if not inner.nodes or compat.unbound_symbols(fakes) or any(map(_only_checks, inner.nodes)):
+    only_check = any(not node.users and compat.checks_values(node) for node in inner.nodes)
+    if not inner.nodes or compat.unbound_symbols(fakes) or only_check:
         return plain
     module = region_module(gm, inner)
     known = CompiledRegions() if known is None else known
@@ -104,17 +105,9 @@ def _refuse_to_draw(*_: Any) -> NoReturn:
     )
 
 
-def _only_checks(node: Node) -> bool:
-    return not node.users and compat.checks_values(node)
-
-
 def _is_as_captured(given: Any, node: Node) -> bool:
     fake = node.meta["val"]
     return not isinstance(fake, torch.Tensor) or (given.dtype, given.device) == (fake.dtype, fake.device)
-
-
-def _is_taken_from_a_list(node: Node, region: Region) -> bool:
-    return node.target is operator.getitem and node.args[0] in region.inputs
 
 
 def _fills_fresh_memory(node: Node) -> bool:

@@ -28,7 +28,7 @@ CHECKSUM = "checksum"
 _SUFFIX = ".fxcomp.tmp"
 """End of the name of a folder with an unfinished file."""
 
-_ABANDONED_S = 3600.0
+_ABANDONED_S = 86400.0
 """Age, in s, of the folders that are deleted. Their writers were killed."""
 
 
@@ -75,7 +75,8 @@ def save_json(path: str | Path, data: Mapping[str, Any], *, makes_folder: bool =
 
 def read_json(path: str | Path) -> Any:
     """Return a file's data. Raise ValueError if it is not JSON or its checksum is wrong, and OSError."""
-    offer = f"\n  The file before it is {path}~" if os.path.exists(f"{path}~") else ""
+    previous = f"{os.path.realpath(path)}~"
+    offer = f"\n  The file before it is {previous}" if os.path.exists(previous) else ""
     try:
         data: Any = json.loads(Path(path).read_text())
         json.dumps(data, ensure_ascii=False).encode()  # raises for halves of characters, which no terminal prints
@@ -139,10 +140,10 @@ def _replace(place: Path, write: Callable[[Path], object], keeps_previous: bool)
         new, previous = Path(beside, "new"), Path(beside, "previous")
         write(new)
         _sync(new)  # otherwise a crash of the machine may leave an empty file under the new name
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # there is none, or the file system has no modes
             new.chmod(stat.S_IMODE(place.stat().st_mode))
-        if keeps_previous:
-            with suppress(OSError):  # there is none, or no hard links
+        with suppress(OSError):  # there is none, or no hard links
+            if keeps_previous and place.read_bytes() != new.read_bytes():  # every rank may save the same
                 os.link(place, previous)
                 previous.replace(f"{place}~")
         new.replace(place)

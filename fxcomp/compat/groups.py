@@ -71,6 +71,10 @@ def leave_store(store: dist.Store) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
+_AS_IT_IS = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+"""Type with which Python leaves a descriptor's flags. By default, socket.setdefaulttimeout() changes them."""
+
+
 def _store_connections(store: dist.Store) -> Generator[socket.socket]:
     """Yield this process's connections to a store's server."""
     innermost = _innermost(store)
@@ -82,7 +86,7 @@ def _store_connections(store: dist.Store) -> Generator[socket.socket]:
         for number in os.listdir("/dev/fd"):
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(int(number)).st_mode):
-                    with socket.socket(fileno=os.dup(int(number))) as found:
+                    with socket.socket(type=_AS_IT_IS, fileno=os.dup(int(number))) as found:
                         peer = found.getpeername()
                         if peer[1:2] == (port,) and peer[0].removeprefix("::ffff:") in addresses:
                             yield found

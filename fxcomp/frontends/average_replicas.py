@@ -33,10 +33,8 @@ from fxcomp.plan.compress import GivenCompress
 from fxcomp.ranks import Ranks
 from fxcomp.state.checkpoint import states_of
 from fxcomp.state.checksums import sealed
+from fxcomp.state.fields import SHARD
 from fxcomp.state.saved_state import Given
-
-SHARD = "shard"
-"""Key in a saved state. Value: [shard index, number of shards]."""
 
 
 def average_replicas(

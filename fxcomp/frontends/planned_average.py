@@ -68,11 +68,11 @@ class PlannedAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return residuals, compressor states and plan, or a marker before there is a plan.
 
-        A loaded state that waits for the first backward pass is returned unchanged.
+        Loaded states that wait for the first backward pass are returned unchanged.
         """
         waiting = states_given(self._given)
         saved = dict(waiting[0]) if len(waiting) == 1 else {} if self._job is None else self._job.state_dict()
-        return sealed(saved) if saved else {NOTHING_YET: True}
+        return sealed(saved) if saved else {NOTHING_YET: list(waiting)}
 
     def checkpoint(self) -> dict[str, Tensor]:
         """Return this rank's state as plain tensors, under names that are unique among ranks.

@@ -80,7 +80,8 @@ def basis(node: Node) -> Basis:
     known = _basis_of(node.target)
     if known is not Basis.BYTES:
         return known
-    values = [tensor for value in _read_and_made(node) for tensor in tensors(value)]
+    read_and_made = [*(n.meta.get("val") for n in node.all_input_nodes), node.meta.get("val")]
+    values = [tensor for value in read_and_made for tensor in tensors(value)]
     return Basis.BYTES if values else Basis.NONE
 
 
@@ -304,10 +305,6 @@ def argument(node: Node, name: str) -> Any:
 
 def _written(node: Node) -> list[Any]:
     return [_values(argument(node, name)) for name in compat.written_arguments(node.target)]
-
-
-def _read_and_made(node: Node) -> list[Any]:
-    return [*(n.meta.get("val") for n in node.all_input_nodes), node.meta.get("val")]
 
 
 def _kept(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fxcomp.cost.timeline import Timeline, critical_path
+from fxcomp.cost.timeline import critical_path
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.plan import ExchangePoint
 from fxcomp.report.accumulation import accumulated
@@ -85,13 +85,9 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "runners": _runners(explanation),
         "race": explanation.raced.to_json() if explanation.raced else None,
         "racing": explanation.is_racing,
-        "timeline": _timeline(explanation.timeline),
+        "timeline": [{**task, "bucket": bucket_of(task["task"])} for task in explanation.timeline.to_json()],
         "notes": list(explanation.notes),
     }
-
-
-def _timeline(timeline: Timeline) -> list[dict[str, Any]]:
-    return [{**task, "bucket": bucket_of(task["task"])} for task in timeline.to_json()]
 
 
 def _runners(explanation: Explanation) -> list[dict[str, Any]]:

@@ -11,21 +11,26 @@ instead of pickle, with tensors replaced by names.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxcomp.errors import BadState
+from fxcomp.errors import BadState, FxcompError
 from fxcomp.plan.plan import Plan
 from fxcomp.state.fields import GENERATORS, PLAN, check_state, flat_tensor
 
 NOTHING_YET = "nothing yet"
-"""Only key of a state saved before any gradient. An empty state would make in-place loading ignore the checkpoint."""
+"""Key of a state saved before any gradient: a list of the loaded states that wait for the first, mostly empty.
+
+An empty state would make in-place loading ignore the checkpoint.
+"""
 
 _STORED = "stored under"
 """Key in `about` that marks a tensor."""
@@ -81,7 +86,12 @@ def states_of(given: Any) -> list[Any]:
         return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
     ranks = saved_ranks([name for name in _listed(given) if isinstance(name, str)])
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
-    return [check_state(state) for state in states if not (isinstance(state, Mapping) and NOTHING_YET in state)]
+    return [check_state(state) for each in states for state in _with_waiting(each)]
+
+
+def _with_waiting(state: Any) -> list[Any]:
+    found: object = state[NOTHING_YET] if isinstance(state, Mapping) and NOTHING_YET in state else [state]
+    return cast("list[Any]", found) if isinstance(found, list) else []
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:
@@ -154,7 +164,7 @@ def read_checkpoint(
     try:
         mine, names = checkpoint_folder.read(folder, under, is_mine)
         states_of(mine)
-    except BadState as error:
+    except FxcompError as error:
         raise BadState(
             f"the checkpoint in {str(folder)!r} cannot be used: {str(error).splitlines()[0]}\n"
             f"  Load an earlier one on every rank{_beside(folder)}."
@@ -169,10 +179,14 @@ def read_checkpoint(
 
 
 def _beside(folder: Path) -> str:
-    """Name the newest of the other whole checkpoints in the same folder, if there is one."""
-    others = [each.parent for each in folder.resolve().parent.glob("*/.metadata") if each.parent != folder.resolve()]
-    newest = max(others, key=lambda each: (each / ".metadata").stat().st_mtime, default=None)
-    return f", such as {str(newest)!r}" if newest is not None else ""
+    """Name the newest of the earlier whole checkpoints in the same folder, if there is one."""
+    here = folder.resolve()
+    with suppress(OSError):  # another process may delete checkpoints
+        written = {each.parent.resolve(): each.stat().st_mtime for each in here.parent.glob("*/.metadata")}
+        now = written.pop(here, math.inf)
+        earlier = [each for each, at in written.items() if at <= now]
+        return f", such as {str(max(earlier, key=lambda each: written[each]))!r}" if earlier else ""
+    return ""
 
 
 # Random generators

@@ -43,8 +43,9 @@ def _summed(value: Any) -> Any:
 
 
 def checksum_of_tensor(value: Tensor) -> str:
-    """Return a checksum of a tensor's bits, computed on its device."""
-    bits = value.detach().contiguous().view(-1).view(torch.uint8)
+    """Return a checksum of a tensor's bits, computed on its device if that has torch.hash_tensor."""
+    held = value.detach() if value.device.type in ("cpu", "cuda") else value.detach().cpu()
+    bits = held.contiguous().view(-1).view(torch.uint8)
     words = bits.numel() // (8 * _PIECES)
     main, rest = bits.tensor_split([8 * _PIECES * words])
     if main.storage_offset() % 8:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxcomp.cluster.link import MOST_RANKS
 from fxcomp.compat import CHECKSUM
 from fxcomp.cost.reading import FLAG, TEXT, Reader, keyed, listed, null_or, number, record, whole, wrong
-from fxcomp.errors import BadOption, BadState
+from fxcomp.errors import BadOption, BadPlan, BadState
 from fxcomp.plan.plan import Plan
 from fxcomp.state.checksums import is_whole
 
@@ -115,7 +115,7 @@ _KNOWN = {"version", CHECKSUM, *_NEEDED, *_OTHERS}
 
 
 def check_state(given: Any) -> Mapping[str, Any]:
-    """Return a saved state whose fields have the right types and possible values. Raises BadState and BadPlan."""
+    """Return a saved state whose fields have the right types and possible values. Raises BadState."""
     if not isinstance(given, Mapping) or not isinstance(given.get("residuals"), Mapping):  # pyright: ignore[reportUnknownMemberType]
         what = "it has no residuals" if isinstance(given, Mapping) else f"it is a {type(given).__name__}"
         raise BadState(
@@ -141,7 +141,7 @@ def check_state(given: Any) -> Mapping[str, Any]:
         for name, reader in _OTHERS.items():
             if name in state:
                 reader(state[name], name)
-    except BadOption as error:
+    except (BadOption, BadPlan) as error:
         raise BadState(f"the state is not whole: {error}.\n  Load a state as state_dict() returned it.") from None
     if state["rank"] >= state["ranks"]:
         raise BadState(f"the state is of rank {state['rank']} of {state['ranks']}: there is no such rank")

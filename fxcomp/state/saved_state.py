@@ -90,10 +90,10 @@ class Saved:
 
 def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
     """Compare a state with the model. `sizes` has each parameter's number of elements. Raises BadState."""
-    saved = Saved(
-        given["rank"], given["ranks"], given["steps"], _rates(given), _slices_of(given["residuals"]), given["owed"],
-        given["compressors"],
-    )  # fmt: skip
+    rates = {int(group): rate for group, rate in given["learning_rates"].items()}  # JSON has turned indices into texts
+    slices = {name: [_slice(kept) for kept in pieces] for name, pieces in given["residuals"].items()}
+    whose = given["rank"], given["ranks"], given["steps"]
+    saved = Saved(*whose, rates, slices, given["owed"], given["compressors"])
     for name, size in Plan.from_json(given[PLAN]).sizes.items() if PLAN in given else ():
         _check("buckets", name, Slice(torch.empty(0), 0, size), sizes)
     for name, pieces in saved.residuals.items():
@@ -102,15 +102,6 @@ def _read(given: Any, sizes: Mapping[str, int]) -> Saved:
     for name, value in saved.owed.items():
         _check("residuals", name, Slice(value, 0, value.numel()), sizes)
     return saved
-
-
-def _rates(given: Mapping[str, Any]) -> dict[int, float]:
-    """Return learning rates by group index; JSON has turned the indices into strings."""
-    return {int(group): rate for group, rate in given["learning_rates"].items()}
-
-
-def _slices_of(saved: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[Slice]]:
-    return {name: [_slice(kept) for kept in pieces] for name, pieces in saved.items()}
 
 
 def _slice(kept: Mapping[str, Any]) -> Slice:

@@ -3,7 +3,7 @@
     every WINDOW steps under a plan     median step time on the slowest rank; time of an all_reduce
     first window                        settled times, until another plan is followed
     later median, up or down by FACTOR  drift; the schedule measures the links again or races plans
-    later all_reduce, down by LINKS     the same
+    all_reduce that became shorter      the same, if it is not alike (`is_alike`)
 
 A compressed step may be as long over faster links, although a plan with less compression has become the fastest. Slower
 links show in step times, or do not matter to the plan. All ranks compare the same times.
@@ -16,19 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxcomp.cost.measured import format_bytes
+from fxcomp.planning.decide import is_alike
 from fxcomp.step.calendar import WINDOW
 
 FACTOR = 1.25
 """Ratio of window medians that counts as drift. On a busy machine, medians vary by less (assumed)."""
 
-LINKS = 2.0
-"""Ratio of an all_reduce's times, earlier to later, that counts as drift (assumed)."""
+SHARE = 0.06
+"""Time of the all_reduce in median steps. `Planner.sum_us` runs it PROBES times per window."""
 
-SHARE = 0.1
-"""Time of the all_reduce as a fraction of the median step, by the plan's costs. It is timed twice per window."""
-
-MOST_BYTES = 4 << 20
-"""Maximum bytes of the all_reduce, because training needs the memory."""
+SMALL_BYTES, MOST_BYTES = 64 << 10, 4 << 20
+"""Bytes of the all_reduce by which the size is chosen, and maximum size, because training needs the memory."""
 
 LEAST = WINDOW // 4
 """Minimum number of timed steps per window and rank. Not timed: verified steps, and batches unlike the first."""
@@ -40,7 +38,7 @@ class Window:
     """Median step time on the slowest rank."""
     size: int = 0
     """Bytes of the all_reduce; 0 without one."""
-    sum_ms: float = 0.0
+    sum_us: float = 0.0
     """Time of the all_reduce on the slowest rank."""
 
 
@@ -49,11 +47,17 @@ def median_of_window(times_ms: Sequence[float]) -> float:
     return statistics.median(times_ms) if len(times_ms) >= LEAST else -1.0
 
 
+def size_for(step_ms: float, small_us: float) -> int:
+    """Return the bytes summed in SHARE of a step, if SMALL_BYTES take `small_us`. Latency counts as bandwidth."""
+    return min(int(SMALL_BYTES * 1e3 * SHARE * step_ms / small_us), MOST_BYTES)
+
+
 def drift_since(step: int, settled: Window, now: Window) -> str:
     """Compare the window that ends after `step` steps with the plan's first. Return a sentence on drift, or ""."""
     drift = ""
     if max(settled.step_ms, now.step_ms) > FACTOR * min(settled.step_ms, now.step_ms):
         drift = f"steps take {now.step_ms:.4g} ms, and took {settled.step_ms:.4g}"
-    elif settled.sum_ms > LINKS * now.sum_ms:
-        drift = f"all_reduces of {format_bytes(now.size)} take {now.sum_ms:.4g} ms, and took {settled.sum_ms:.4g}"
+    elif now.sum_us < settled.sum_us and not is_alike(now.sum_us, settled.sum_us):
+        times = f"take {now.sum_us / 1e3:.4g} ms, and took {settled.sum_us / 1e3:.4g}"
+        drift = f"all_reduces of {format_bytes(now.size)} {times}"
     return drift and f"step {step}: {drift} when their plan was settled."

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fxcomp.cluster.cluster import Level
-from fxcomp.cost.table import CostTable
 from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import BadPlan, CannotReplan
 from fxcomp.options import StepOptions
@@ -33,7 +32,7 @@ from fxcomp.state.momenta import SavedMomenta
 from fxcomp.state.saved_state import Given, plan_of, states_given
 from fxcomp.step.alike import SELDOM, Alike
 from fxcomp.step.calendar import BEGINS, IS_SETTLED, WINDOW, Calendar, Use
-from fxcomp.step.drift import MOST_BYTES, SHARE, Window, drift_since, median_of_window
+from fxcomp.step.drift import SMALL_BYTES, Window, drift_since, median_of_window, size_for
 from fxcomp.step.errors.adaptation import Adaptation
 from fxcomp.step.errors.error_looks import ErrorLooks
 from fxcomp.step.first_steps import FirstSteps
@@ -383,7 +382,7 @@ class StepSchedule(Schedule):
     def replan(self, step: int) -> bool:
         """Measure the links and choose a plan again. Every rank calls it. Return True if the plan changed."""
         topic, before = "planning again", self._force.plan
-        old = self._force.decision.costs
+        workload, old = self._force.decision.workload, self._force.decision.costs
         self._drop_adaptation(step)
         errors = self._errors.table if self._adaptation is not None and self._errors is not None else ASSUMED
         decision = self._planner.again(old, topic, errors)
@@ -391,7 +390,8 @@ class StepSchedule(Schedule):
         self.call_off()
         timeline = self._force.standing.timeline  # depends on the rank's shards
         predicted_us = self._site.ranks.from_rank_0(f"{topic}: the prediction", lambda: timeline.step_time_us)
-        dense_us = [self._sum_of_all_us(costs) for costs in (old, decision.costs)]
+        sum_of_all = CollectiveKind.ALL_REDUCE, Level.WORLD, workload.dense_bytes, self._site.cluster
+        dense_us = [costs.collective(*sum_of_all).us for costs in (old, decision.costs)]
         self._note(_said_of(decision, step, predicted_us, dense_us, changed=decision.plan != before))
         self._race_again(step, f"{topic}: the race", before)
         return decision.plan != before
@@ -412,15 +412,9 @@ class StepSchedule(Schedule):
         """Return a window; if the plan compresses, time an all_reduce. Every rank calls it."""
         if self._force.plan.is_dense:
             return Window(step_ms)
-        settled_ms = step_ms if self._settled is None else self._settled.step_ms
-        part = min(1.0, SHARE * 1e3 * settled_ms / self._sum_of_all_us(self._force.decision.costs))
-        size = min(int(part * self._force.decision.workload.dense_bytes), MOST_BYTES)
-        return Window(step_ms, size, self._planner.sum_us(size) / 1e3)
-
-    def _sum_of_all_us(self, costs: CostTable) -> float:
-        """Return the predicted time of an all_reduce of all gradients, in µs."""
-        what = CollectiveKind.ALL_REDUCE, Level.WORLD, self._force.decision.workload.dense_bytes
-        return costs.collective(*what, self._site.cluster).us
+        settled, sum_us = self._settled, self._planner.sum_us
+        size = size_for(step_ms, sum_us(SMALL_BYTES)) if settled is None else settled.size
+        return Window(step_ms, size, sum_us(size))
 
     def _acts_on_drift(self, step: int) -> bool:
         """Check for drift, and replan or race again. Return True if there is drift."""

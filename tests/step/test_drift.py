@@ -27,7 +27,7 @@ from fxcomp.planning import measure_machine
 from fxcomp.planning.measure_machine import with_links_of_now
 from fxcomp.site import Site
 from fxcomp.step.calendar import WINDOW as FULL
-from fxcomp.step.drift import FACTOR, Window, drift_since, median_of_window
+from fxcomp.step.drift import FACTOR, Window, drift_since, median_of_window, size_for
 
 AUTO = {"replan": "auto"}
 
@@ -37,20 +37,27 @@ AUTO = {"replan": "auto"}
 @pytest.mark.parametrize(
     ("now", "said"),
     [
-        (Window(41.234, 4096, 5.0), "steps take 41.23 ms, and took 20"),
-        (Window(7.0, 4096, 5.0), "steps take 7 ms, and took 20"),
-        (Window(24.0, 4096, 5.0), None),
-        (Window(17.0, 4096, 5.0), None),
-        (Window(20.0, 4096, 2.4), "all_reduces of 4 KiB take 2.4 ms, and took 5"),
-        (Window(20.0, 4096, 2.6), None),
-        (Window(20.0, 4096, 50.0), None),
-        (Window(41.0, 4096, 1.0), "steps take 41 ms, and took 20"),
+        (Window(41.234, 4096, 5e3), "steps take 41.23 ms, and took 20"),
+        (Window(7.0, 4096, 5e3), "steps take 7 ms, and took 20"),
+        (Window(24.0, 4096, 5e3), None),
+        (Window(17.0, 4096, 5e3), None),
+        (Window(20.0, 4096, 2.4e3), "all_reduces of 4 KiB take 2.4 ms, and took 5"),
+        (Window(20.0, 4096, 2.6e3), None),
+        (Window(20.0, 4096, 50e3), None),
+        (Window(41.0, 4096, 1e3), "steps take 41 ms, and took 20"),
     ],
     ids=["slower", "faster", "a little slower", "a little faster", "links", "links a little", "slow links", "both"],
 )
 def test_steps_that_change_by_more_than_the_factor_and_faster_links_are_drift(now: Window, said: str | None):
-    drift = drift_since(300, Window(20.0, 4096, 5.0), now)
+    drift = drift_since(300, Window(20.0, 4096, 5e3), now)
     assert drift == ("" if said is None else f"step 300: {said} when their plan was settled.")
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "small_us", "size"), [(100.0, 6e3, 64 << 10), (50.0, 6e3, 32 << 10), (1e3, 100.0, 4 << 20)]
+)
+def test_the_all_reduce_takes_a_share_of_a_step(step_ms: float, small_us: float, size: int):
+    assert size_for(step_ms, small_us) == size
 
 
 @pytest.mark.parametrize("now_ms", [16.1, 24.9])

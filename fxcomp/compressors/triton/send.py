@@ -54,10 +54,6 @@ NEAR = constant(64)  # leading digits counted locally: 8 octaves
 DECISION_COLUMNS = constant(3)  # is open; magnitude; count, or rank if open
 
 
-def copies_of(segments: int) -> int:
-    return COPIES if segments <= COPIES else 1
-
-
 @jit
 def pick(decisions, histograms, SHIFT: constexpr, COPIES: constexpr):
     """Append a digit to an open decision: the histogram bin of the magnitude with the decision's rank."""
@@ -140,7 +136,7 @@ def send(given: EncoderInput, payload: Tensor, layout: Layout, cuts: Tensor) -> 
     tiles.launch(_gather, given.bucket, given.residual, cuts, segments, places, values, lengths, tally)
     launch(_open, segments, layout.sections, cuts, segments, tally, decisions)
     lists = replace(tiles, warps=1)
-    copies = copies_of(segments)
+    copies = COPIES if segments <= COPIES else 1
     for shift, above in DIGITS:
         histograms = torch.zeros(segments * copies, BIN_COUNT, dtype=torch.int32, device=device)
         constants = {"SHIFT": shift, "COPIES": copies}

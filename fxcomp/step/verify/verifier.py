@@ -222,7 +222,8 @@ class Verification:
         """Add the residuals of a dropped plan to eager's gradients, as the step does on a single rank."""
         owed = self._runtime.gradients.owed
         waited = {name: owed[name] for name in gradients if name in owed}
-        return gradients | {name: _added(gradients[name], value) for name, value in waited.items()}
+        added = ((gradients[name], name, value) for name, value in waited.items())
+        return gradients | {name: own.add(value.view_as(own)).to(own.dtype) for own, name, value in added}
 
     def _clipped(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         limit = self._training.max_grad_norm
@@ -286,10 +287,6 @@ class Verification:
             " one has changed since, call compile_step again. If none has, the capture is wrong for this model: please"
             " report it with the model's code, and train with eager PyTorch meanwhile."
         )
-
-
-def _added(gradient: Tensor, waited: Tensor) -> Tensor:
-    return gradient.add(waited.view_as(gradient)).to(gradient.dtype)
 
 
 def _is_bucket(node: torch.fx.Node) -> bool:
