@@ -59,8 +59,8 @@ LARGEST_ERROR = 0.5
 LIKE, NOISE_US = 2.0, 1e3
 
 PROBES = 5
-"""Repetitions of a short all_reduce. On two loaded cores, the shortest of 5 is longer than a later one, and not alike, in
-1 % of cases, the shortest of 2 in 10 % (measured, 2026-11).
+"""Repetitions of a short all_reduce. On two loaded cores, the shortest of 5 exceeds a later one so that they are not
+alike in 1 % of cases, the shortest of 2 in 10 % (measured, 2026-11).
 """
 
 

@@ -90,8 +90,10 @@ def states_of(given: Any) -> list[Any]:
 
 
 def _with_waiting(state: Any) -> list[Any]:
-    found: object = state[NOTHING_YET] if isinstance(state, Mapping) and NOTHING_YET in state else [state]
-    return cast("list[Any]", found) if isinstance(found, list) else []
+    if not isinstance(state, Mapping) or NOTHING_YET not in state:
+        return [state]
+    waiting = cast("Any", state[NOTHING_YET])
+    return waiting if isinstance(waiting, list) else []
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:

@@ -5,9 +5,12 @@ No test measures time. The group's timeout is ten minutes, and ranks that wait f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
+import stat
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
-from helpers.ranks import Outcome, try_ranks
+from helpers.ranks import Outcome, run_ranks, try_ranks
 from helpers.replicas import everyone
 from helpers.small_step import batch, compiled
 
@@ -57,6 +60,29 @@ def test_a_rank_that_has_gone_is_not_waited_for_where_a_state_is_loaded(how: str
     waited, _ = outcomes_of(2, ends_before_loading, how)
     assert waited.error == "PeerFailed"
     assert "rank 1 has gone before it arrived at load_state_dict" in waited.text
+
+
+def blocking_sockets(seconds: float | None) -> list[bool]:
+    """Return which sockets block after the store was asked for, under a default timeout of new Python sockets."""
+    pair = socket.socketpair()
+    socket.setdefaulttimeout(seconds)
+    store = compat.default_store()
+    for number in range(20):
+        store.set(str(number), "")
+    found: list[bool] = []
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # the folder's own
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.append(os.get_blocking(int(name)))
+    pair[0].close()
+    pair[1].close()
+    return found
+
+
+def test_other_sockets_and_the_stores_own_block_as_before():
+    before, after = (run_ranks(2, blocking_sockets, seconds) for seconds in (None, 20.0))
+    assert before == after
+    assert all(sum(rank) >= 3 for rank in after), "the store's connection and a pair"
 
 
 def with_rank_0s_store(how: str) -> None:

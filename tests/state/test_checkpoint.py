@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -15,11 +16,12 @@ import torch.distributed.checkpoint as dcp
 from helpers.books import CLUSTERS, SIZES, Books, Job, some_plan
 from torch import Tensor
 
+import fxcomp
 from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
-from fxcomp.state.checkpoint import read_checkpoint, saved_plan, states_of, to_tensors
+from fxcomp.state.checkpoint import NOTHING_YET, read_checkpoint, saved_plan, states_of, to_tensors
 from fxcomp.state.checksums import checksum_of_tensor, sealed
 from fxcomp.state.fields import GENERATORS, PLAN, SCALE
 
@@ -123,6 +125,50 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(tmp_path: Path):
         read_checkpoint(3)  # type: ignore[arg-type]
     assert states_of(read_checkpoint(tmp_path, "fxcomp"))[0]["rank"] == 0
     assert read_checkpoint(tmp_path, "fxcomp", rank=1, ranks=2) == {}
+
+
+def test_an_earlier_checkpoint_is_offered_by_its_own_name(tmp_path: Path):
+    for number in (50, 100, 150):
+        folder = tmp_path / f"step_{number}"
+        dcp.save({"step": tensors(trained("int4"))[0]}, checkpoint_id=folder)
+        os.utime(folder / ".metadata", (number, number))
+    (tmp_path / "latest").symlink_to(tmp_path / "step_100")
+    (tmp_path / "step_100" / ".metadata").write_bytes(b"half")
+    os.utime(tmp_path / "step_100" / ".metadata", (100, 100))
+    for name in ("step_100", "latest"):
+        with pytest.raises(BadState, match=r"\n  Load an earlier one on every rank, such as '.*step_50'\."):
+            read_checkpoint(tmp_path / name)
+    (tmp_path / "step_50" / ".metadata").write_bytes(b"half")
+    os.utime(tmp_path / "step_50" / ".metadata", (50, 50))
+    with pytest.raises(BadState, match=r"\n  Load an earlier one on every rank\.$"):
+        read_checkpoint(tmp_path / "step_50")
+    (tmp_path / "step_100" / ".metadata").unlink()
+    with pytest.raises(BadState, match=r"holds no whole checkpoint.*\n  Load an earlier one, such as '.*step_150'\."):
+        read_checkpoint(tmp_path / "latest")
+
+
+def test_a_plan_that_a_state_cannot_have_is_refused_with_the_folder(tmp_path: Path):
+    state = sealed({**trained("int4").saved()[0], PLAN: {"buckets": []}})
+    dcp.save({"step": to_tensors(state)}, checkpoint_id=tmp_path)
+    with pytest.raises(
+        BadState, match=r"the checkpoint in .* cannot be used: the state is not whole: this is not a plan"
+    ):
+        read_checkpoint(tmp_path)
+
+
+def test_states_that_wait_for_a_first_pass_are_in_one_that_is_saved_then():
+    waiting = [sealed(state) for state in trained("int4").saved()]
+    for saved in ({NOTHING_YET: waiting}, to_tensors({NOTHING_YET: waiting}, rank=0)):
+        assert same([dict(state) for state in states_of(saved)], waiting)
+    hook = fxcomp.ddp_hook()
+    assert states_of(hook.state_dict()) == []
+    for given in (waiting, hook.state_dict()):
+        hook.load_state_dict(given)
+        assert same([dict(state) for state in states_of(hook.state_dict())], waiting if given is waiting else [])
+    for value in ([], True, 3, {"a": 1}):
+        assert states_of({NOTHING_YET: value}) == []
+    with pytest.raises(BadState, match="not a saved state"):
+        states_of({NOTHING_YET: [{NOTHING_YET: waiting}]})
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
