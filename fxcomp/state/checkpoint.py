@@ -89,11 +89,10 @@ def states_of(given: Any) -> list[Any]:
     return [check_state(state) for each in states for state in _with_waiting(each)]
 
 
-def _with_waiting(state: Any) -> list[Any]:
+def _with_waiting(state: Any) -> Sequence[Any]:
     if not isinstance(state, Mapping) or NOTHING_YET not in state:
         return [state]
-    waiting = cast("Any", state[NOTHING_YET])
-    return waiting if isinstance(waiting, list) else []
+    return _listed(state[NOTHING_YET]) if isinstance(state[NOTHING_YET], list) else []
 
 
 def saved_ranks(names: Sequence[str]) -> list[int]:
