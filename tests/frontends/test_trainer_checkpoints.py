@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_ranks
+from helpers.ranks import run_ranks, try_ranks
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -269,3 +269,21 @@ def test_one_rank_says_that_it_cannot_go_on_with_what_is_owed(is_wrapped: bool, 
     assert said[0].endswith("earlier residuals are lost, once.")
     assert is_wrapped or said[0].startswith(f"fxcomp: {str(two.checkpoint)!r} has states of several ranks, and this")
     assert files == files_of(is_wrapped)
+
+
+def test_a_torn_file_of_one_rank_is_named_on_every_rank_and_a_missing_one_by_a_warning(two: OnTwoRanks, tmp_path: Path):
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(two.checkpoint, checkpoint)
+    (checkpoint / "fxcomp-rank0 (copy).safetensors").write_text("another program's")
+    torn = checkpoint / "fxcomp-rank1.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    other, reader = try_ranks(2, goes_on_from, tmp_path / "torn", checkpoint, grace_s=60.0)
+    assert (reader.error, other.error) == ("BadState", "PeerFailed")
+    assert reader.text.startswith(f"{str(torn)!r}, the file of rank 1, cannot be used: SafetensorError: ")
+    assert other.text == f"rank 1 failed in reading the ranks' files: BadState: {reader.text}"
+    torn.unlink()
+    (first, _), (second, _) = run_ranks(2, goes_on_from, tmp_path / "missing", checkpoint)
+    assert [text.partition(" the residuals")[0] for text in first] == [
+        "fxcomp: no rank loads the state of rank 1 of 2:"
+    ]
+    assert second == []
