@@ -23,9 +23,9 @@ Read = Callable[[Path], Any]
 
 def state(rank: int, version: int = VERSION) -> dict[str, Tensor]:
     place = {"start": 0, "size": 64, "slot": 0, "place": 0, "weight": [1, 1], "total": [1, 1]}
-    plain = {"version": version, "plan": "0", "rank": rank, "ranks": 2, "steps": 3, "learning_rates": {}}
+    plain: dict[str, Any] = {"version": version, "plan": "0", "rank": rank, "ranks": 2, "steps": 3}
     residuals = {"a": [{"values": torch.ones(64), **place}]}
-    return to_tensors(sealed({**plain, "residuals": residuals, "owed": {}, "compressors": {}}))
+    return to_tensors(sealed({**plain, "residuals": residuals, "owed": {}, "compressors": {}, "learning_rates": {}}))
 
 
 def pickled(path: Path) -> Any:
@@ -43,7 +43,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "without the last byte": lambda data: data[:-1],
     "zeros": lambda data: bytes(len(data)),
     "text": lambda _: b"<html>" * 99,
-    **{f"byte {place} flipped": lambda data, place=place: flipped(data, place) for place in (0, 7, 20, 100)},
+    **{f"byte {place} flipped": lambda data, place=place: flipped(data, place) for place in (0, 100)},
 }
 """Damages that no format survives."""
 
