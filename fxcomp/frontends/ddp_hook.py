@@ -180,8 +180,8 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 def states_of_files(files: Mapping[int, object], read: Callable[[int], Any]) -> list[Any] | None:
     """Read every `world_size`-th of the ranks' files, starting at this rank's index: any number of ranks can resume.
 
-    `files` has names by saving rank, and `read` takes such a rank. Must run on every rank. If a file cannot be read,
-    raises BadState on the rank that reads it, and PeerFailed on the others.
+    `files` has names by saving rank, the argument of `read`. Must run on every rank. If a file cannot be read, raises
+    BadState on the rank that reads it, and PeerFailed on the others.
     """
 
     def states(rank: int) -> list[Any]:
