@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.errors import BadOption, Unsupported
+from fxcomp.errors import BadOption, BadState, FxcompError, Unsupported
 from fxcomp.frontends.hook_job import Future, HookJob, delivered
 from fxcomp.frontends.hook_program import Wrapped
 from fxcomp.frontends.planned_average import PlannedAverage
@@ -32,6 +32,7 @@ from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress
 from fxcomp.plan.kinds import check_is_trainable
 from fxcomp.ranks import Ranks
+from fxcomp.state.checkpoint import states_of
 from fxcomp.state.saved_state import Given
 
 log = logging.getLogger(__name__)
@@ -174,3 +175,23 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of a gradient in a bucket, where a complex number is a pair of reals."""
     shape = tuple(parameter.shape) or (1,) * parameter.is_complex()
     return (*shape[:-1], 2 * shape[-1]) if parameter.is_complex() else shape
+
+
+def states_of_files(files: Mapping[int, object], read: Callable[[int], Any]) -> list[Any] | None:
+    """Read every `world_size`-th of the ranks' files, starting at this rank's index: any number of ranks can resume.
+
+    `files` has names by saving rank, the argument of `read`. Must run on every rank. If a file cannot be read, raises
+    BadState on the rank that reads it, and PeerFailed on the others.
+    """
+
+    def states(rank: int) -> list[Any]:
+        try:
+            return states_of(read(rank))
+        except Exception as error:  # only its first sentence: torch goes on to advise weights_only=False
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0].rstrip(".: ")
+            cause = error if isinstance(error, FxcompError) else f"{cause}.\n  Load an earlier one on every rank."
+            raise BadState(f"{str(files[rank])!r}, the file of rank {rank}, cannot be used: {cause}") from None
+
+    mine = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    with Ranks.meeting(None, "reading a checkpoint") as ranks:
+        return ranks.attempt("reading the ranks' files", lambda: [states(rank) for rank in mine]) or None

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
 from fxcomp.errors import BadOption, FxcompError
-from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
+from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook, states_of_files
 from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
 
@@ -130,28 +130,25 @@ class FxcompStrategy(_DDPStrategy):
         if before is not None:
             before.close()
 
-    def _saved_for_here(self, checkpoint: str, step: int | None) -> list[dict[str, Tensor]] | None:
-        """Read every `world_size`-th saved file, starting at index `global_rank`: any number of ranks can resume.
-
-        Skip files of another step.
-        """
+    def _saved_for_here(self, checkpoint: str, step: int | None) -> list[Any] | None:
+        """Read this rank's share of the saved files. Skip files of another step."""
         files = _Files(checkpoint, follow=True)
-        ranks = sorted(files.of_ranks())
-        if not ranks and self.is_global_zero:
+        places = files.of_ranks()
+        if not places and self.is_global_zero:
             _warn(f"{checkpoint!r} has no state next to it: earlier residuals are lost, once.")
-        states: list[dict[str, Tensor]] = []
-        for rank in ranks[self.global_rank :: self.world_size]:
+
+        def read(rank: int) -> dict[str, Tensor] | None:
             tensors = files.read(rank)
             saved_at = int(tensors.pop(STEP, torch.tensor(step)))
-            if saved_at == step:
-                states.append(tensors)
-                continue
-            _warn(
-                f"{checkpoint!r} is of step {step}, and rank {rank}'s file next to it of step {saved_at}: a job ended"
-                " while it saved. The file is not used, and the residuals of that rank are lost, once; or go on from"
-                " another checkpoint."
-            )
-        return states or None
+            if saved_at != step:
+                _warn(
+                    f"{checkpoint!r} is of step {step}, and rank {rank}'s file next to it of step {saved_at}: a job"
+                    " ended while it saved. The file is not used, and the residuals of that rank are lost, once; or go"
+                    " on from another checkpoint."
+                )
+            return tensors if saved_at == step else None
+
+        return states_of_files(places, read)
 
     def teardown(self) -> None:
         if self.hook is not None:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxcomp import compat
 from fxcomp.cluster.cluster import Cluster
-from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook
+from fxcomp.frontends.ddp_hook import DdpHook, ddp_hook, states_of_files
 from fxcomp.options import GivenCosts
 from fxcomp.plan.compress import GivenCompress
 
@@ -128,7 +128,7 @@ class FxcompCallback(transformers.TrainerCallback):
             compat.write_atomically(path, lambda at: save_file(saved, at))
         ranks = dist.get_world_size() if saved else 0
         if not saved or dist.get_rank() == 0:  # remove files of an earlier job with more ranks
-            for stale in (each for each in _files(folder) if _rank(each) >= ranks):
+            for stale in (each for rank, each in _files(folder).items() if rank >= ranks):
                 stale.unlink(missing_ok=True)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -140,12 +140,10 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(FILE.format(rank="*")), key=_rank)
-
-
-def _rank(file: Path) -> int:
-    return int(file.stem.removeprefix("fxcomp-rank"))
+def _files(folder: Path) -> dict[int, Path]:
+    """Return the ranks' files, by rank."""
+    found = {each.stem.removeprefix("fxcomp-rank"): each for each in folder.glob(FILE.format(rank="*"))}
+    return {int(rank): each for rank, each in found.items() if rank.isdecimal()}
 
 
 def _warn(text: str) -> None:
@@ -153,8 +151,7 @@ def _warn(text: str) -> None:
 
 
 def _saved_for_here(folder: Path) -> list[Any] | None:
-    """Read every `world_size`-th file, starting at this rank's index: any number of ranks can resume."""
     files = _files(folder)
     if not files and dist.get_rank() == 0:
         _warn(f"{str(folder)!r} has no state of a hook:")
-    return [load_file(path) for path in files[dist.get_rank() :: dist.get_world_size()]] or None
+    return states_of_files(files, lambda rank: load_file(files[rank]))

@@ -21,6 +21,7 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from fxcomp.errors import FxcompError
 from fxcomp.frontends.trainer import FxcompCallback
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
@@ -204,12 +205,25 @@ def trained_twice(place: Path) -> dict[str, Any]:
     checkpoint = copy_of(place / "straight" / f"checkpoint-{SAVED}", place / "kept")  # the next training writes there
     bare = copy_of(checkpoint, place / "bare")
     (bare / f"fxcomp-rank{dist.get_rank()}.safetensors").unlink()
+    torn = copy_of(checkpoint, place / "torn")
+    mine = torn / f"fxcomp-rank{dist.get_rank()}.safetensors"
+    if dist.get_rank() == 1:
+        os.truncate(mine, mine.stat().st_size - 1)
+        (bare / "fxcomp-rank0 (copy).safetensors").write_text("of another program")
     dist.barrier()
     found: dict[str, Any] = {"said": said_while(trainer.train)}
     found["goes on with what it owes"] = is_same(owed(seen.states[1]), straight[4:])
     found["has trained on"] = not is_same(end_of(trainer, callback), straight)
     found["said"] += said_while(lambda: trainer.train(resume_from_checkpoint=str(checkpoint)))
     found["goes back to a checkpoint"] = is_same(end_of(trainer, callback), straight)
+    with pytest.raises(FxcompError) as refused:
+        trainer.train(str(torn))
+    found["error of a torn file"] = f"{type(refused.value).__name__}: {refused.value}"
+    dist.barrier()
+    if dist.get_rank() == 1:
+        mine.unlink()
+    dist.barrier()
+    found["said of a missing file"] = said_while(lambda: trainer.train(str(torn)))
     found["said of a checkpoint without a state"] = said_while(lambda: trainer.train(str(bare)))
     found["owes nothing then"] = not owed(seen.states[-1])
     found["is one hook"] = callback.hook is hook
@@ -225,6 +239,13 @@ def test_a_trainer_trains_again_with_its_hook(two: OnTwoRanks):
         bare = str(two.checkpoint.parent / "bare")
         lost = f"fxcomp: {bare!r} has no state of a hook: earlier residuals are lost, once."
         assert said == ([] if rank else [lost])
+        file = str(two.checkpoint.parent / "torn" / "fxcomp-rank1.safetensors")
+        torn, error = f"BadState: {file!r}, the file of rank 1, cannot be used:", found.pop("error of a torn file")
+        assert error.startswith(torn if rank else f"PeerFailed: rank 1 failed in reading the ranks' files: {torn}")
+        said = found.pop("said of a missing file")
+        assert [text.partition(" the residuals")[0] for text in said] == [
+            "fxcomp: no rank loads the state of rank 1 of 2:"
+        ] * (rank == 0)
         assert found.pop("said") == []
         assert all(found.values()), found
 

@@ -195,6 +195,28 @@ def test_a_file_of_another_step_is_not_used_and_a_missing_one_is_named(tmp_path:
     assert others[4:] == ["1 went on 20 True", "1 without 20"]
 
 
+TORN = """
+fit(new(), 8).save_checkpoint("a.ckpt")
+dist.barrier()
+if dist.get_rank() == 1:
+    os.truncate("a.ckpt.fxcomp-rank1.pt", os.path.getsize("a.ckpt.fxcomp-rank1.pt") - 1)
+dist.barrier()
+try:
+    fit(new(), 16, "a.ckpt")
+except fxcomp.FxcompError as error:
+    say(type(error).__name__, str(error).replace(os.getcwd() + "/", "").replace(chr(10), ""))
+"""
+
+
+@pytest.mark.slow
+def test_a_torn_file_of_one_rank_is_named_on_every_rank(tmp_path: Path):
+    other, reader = said(TORN, tmp_path)
+    text = reader.removeprefix("1 BadState ")
+    assert text.startswith("'a.ckpt.fxcomp-rank1.pt', the file of rank 1, cannot be used: RuntimeError: Pytorch")
+    assert text.endswith(".  Load an earlier one on every rank.")
+    assert other == f"0 PeerFailed rank 1 failed in reading the ranks' files: BadState: {text}"
+
+
 AGAIN = """
 loads = []
 
