@@ -112,7 +112,8 @@ def _step_function(gm: GraphModule, pieces: Sequence[Region | Node], compressors
     usual = [piece for piece in pieces if piece not in undoing]
     *before, end = crossings(gm, usual)
     for piece, crossing in zip(usual, before, strict=True):
-        if _changes_parameters(piece) and not announced:
+        changes_parameters = piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
+        if changes_parameters and not announced:
             lines += _before_update(gm, loss)
             announced = True
         if isinstance(piece, Region):
@@ -174,10 +175,6 @@ def _before_update(gm: GraphModule, loss: Node) -> list[str]:
         names = text([str(info(n).parameter) for n in unseen])
         lines.append(f"    {text(unseen)} = rt.complete({names}, {text(unseen)})")
     return [*lines, f"    rt.before_update({loss.name})"]
-
-
-def _changes_parameters(piece: Region | Node) -> bool:
-    return piece.updates if isinstance(piece, Region) else info(piece).role is Role.COMMIT
 
 
 def _commit(gm: GraphModule, node: Node, undoing: Sequence[Node], compressors: _Names) -> list[str]:

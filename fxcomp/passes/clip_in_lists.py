@@ -40,14 +40,11 @@ def clip_in_lists(gm: GraphModule, *, by_bucket: bool = True) -> GraphModule:
         is_ours = info(stack).role is Role.CLIP and norms[0].target is _aten.linalg_vector_norm.default
         if is_ours and compat.is_accelerator(stack.meta["val"].device):
             gradients = [cast("Node", norm.args[0]) for norm in norms]
-            products = [user for gradient in gradients for user in gradient.users if _is_product(user)]
+            clips = [user for each in gradients for user in each.users if info(user).role is Role.CLIP]
+            products = [user for user in clips if user.target in (_aten.mul.Tensor, _aten.mul_.Tensor)]
             _join_norms(gm.graph, stack, norms, by_bucket=by_bucket)
             _join_products(gm.graph, products)
     return gm
-
-
-def _is_product(node: Node) -> bool:
-    return info(node).role is Role.CLIP and node.target in (_aten.mul.Tensor, _aten.mul_.Tensor)
 
 
 def _join_norms(graph: Graph, stack: Node, norms: Sequence[Node], *, by_bucket: bool) -> None:

@@ -18,7 +18,6 @@ from fxcomp.options import StepOptions
 from fxcomp.plan.error_feedback import UpdateKind, check_plan
 from fxcomp.plan.kinds import ElementType
 from fxcomp.plan.modes import Mode, one_shot_ways
-from fxcomp.plan.pins import Pins
 from fxcomp.plan.plan import ExchangePoint, Plan
 from fxcomp.search.choose import Choice, fastest_of
 from fxcomp.search.descent.plan_search import searches_of
@@ -80,7 +79,8 @@ class PointChooser:
             raise BadOption(f"{why}, and this has {steps:,}")
         for what, why in self.options.against_moves.items():
             raise BadOption(f"exchanging momenta does not go with {what}: {why}")
-        moved = movable(workload, self.terms.pins)
+        free = [each for each in workload.gradients if self.terms.pins.rule_for(each.name) is None]
+        moved = [each.name for each in free if not each.is_vector]
         if not moved:
             raise BadOption("there is no matrix that is not pinned: vectors stay dense")
         types = {each.name: each.element_type for each in workload.gradients}
@@ -115,10 +115,6 @@ class PointChooser:
 
 def _note(why: str) -> str:
     return f"{Mode.AGGRESSIVE.value}: ranks exchange gradients, because {why}."
-
-
-def movable(workload: Workload, pins: Pins) -> list[str]:
-    return [each.name for each in workload.gradients if not each.is_vector and pins.rule_for(each.name) is None]
 
 
 def fastest_at_momenta(prices: StepPrices, moved: Collection[str], terms: Terms) -> Plan:
