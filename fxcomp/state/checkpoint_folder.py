@@ -81,13 +81,13 @@ def _tensor(folder: Path, at: Any, dtype: torch.dtype) -> Tensor:
     """Return the tensor that torch.save wrote to the slice `at` of a file."""
     with (folder / at.relative_path).open("rb") as file:
         file.seek(at.offset)
-        parts = zipfile.ZipFile(io.BytesIO(file.read(at.length)))
+        parts = zipfile.ZipFile(given := io.BytesIO(file.read(at.length)))
     if any(part.compress_type for part in parts.infolist()):
         raise ValueError(f"{at.relative_path} has a compressed tensor, which can take any memory")
     storage, start, size, strides = _Unpickler(parts.open("archive/data.pkl")).load()[:4]
-    data = bytearray(parts.read("archive/data/" + storage[2]))
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.as_strided(size, strides, start)
+    parts.open(part := parts.getinfo("archive/data/" + storage[2]))  # `given` is now at its first byte: no copy is made
+    raw = given.getbuffer()[given.tell() :][: part.file_size]
+    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).as_strided(size, strides, start)
 
 
 def read(folder: Path, under: str, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], list[str]]:
