@@ -33,6 +33,7 @@ ELSEWHERE = {
     "__main__.py": 1,  # the null device
     "compat/files.py": 3,  # write_atomically, and a lock file
     "commands/bisect/rank.py": 2,  # a temporary folder of one command
+    "state/checkpoint_folder.py": 2,  # archives in memory, which are read
 }
 """Number of places that open a file for writing, by module."""
 

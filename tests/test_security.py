@@ -111,7 +111,7 @@ OURS = ("_object", "self._follow_object")
 
 UNPICKLED = {
     "compat/answers.py": {"eval"},  # of an expression that torch made
-    "state/checkpoint_folder.py": {"_Unpickler"},  # it knows the classes of a checkpoint alone
+    "state/checkpoint_folder.py": {"_Unpickler"},  # to plain values alone
     "commands/bisect/rank.py": {"pickle.loads"},  # between processes of one command, in a private folder
 }
 

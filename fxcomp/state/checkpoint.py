@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fxcomp.errors import BadState, FxcompError
 from fxcomp.plan.plan import Plan
+from fxcomp.state import checkpoint_folder
 from fxcomp.state.fields import GENERATORS, PLAN, check_state, flat_tensor
 
 NOTHING_YET = "nothing yet"
@@ -143,10 +144,8 @@ def read_checkpoint(
     `rank` i of r `ranks` (default: the process group's) reads the states that ranks i, i + r, ... saved, so that each
     state is read once. Pass the result, empty if there is no such state, to `load_state_dict`. Ranks do not
     communicate. Raises BadState if the folder has no checkpoint with the key `under`, or is damaged. No code in the
-    folder is run: its pickle may only name the format's own classes.
+    folder is run: no class or function that its pickles name is used.
     """
-    from fxcomp.state import checkpoint_folder
-
     if not isinstance(folder, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadState(f"read_checkpoint takes the path of a folder; it is a {type(folder).__name__}")
     folder = Path(folder)

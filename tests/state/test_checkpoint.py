@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
+import pathlib
 import pickle
 import random
+import sys
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.metadata as formats
 from helpers.books import CLUSTERS, SIZES, Books, Job, some_plan
 from torch import Tensor
 
@@ -21,6 +27,7 @@ from fxcomp.compressors import parse_compressor
 from fxcomp.errors import BadState
 from fxcomp.plan.plan import Bucket, Plan
 from fxcomp.plan.strategy import Strategy
+from fxcomp.state import checkpoint_folder
 from fxcomp.state.checkpoint import NOTHING_YET, read_checkpoint, saved_plan, states_of, to_tensors
 from fxcomp.state.checksums import checksum_of_tensor, sealed
 from fxcomp.state.fields import GENERATORS, PLAN, SCALE
@@ -250,6 +257,140 @@ def test_a_damaged_folder_is_refused_and_an_earlier_one_offered(
     with pytest.raises(BadState, match=r"'step-20' (cannot be used|holds no whole).*\n  Load an earlier .*step-10'\."):
         read_checkpoint("step-20")
     assert not Path("hostile").exists()
+
+
+def in_a_folder(folder: Path) -> dict[str, Tensor]:
+    return checkpoint_folder.read(folder, "step", lambda _: True)[0]
+
+
+WEIGHT = torch.arange(1000.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Folder of a checkpoint of {"step": {"a": WEIGHT}}."""
+    dcp.save({"step": {"a": WEIGHT}}, checkpoint_id=tmp_path / "step-1")
+    return tmp_path / "step-1"
+
+
+ENCODING = formats._MEM_FORMAT_ENCODING  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_folder_changes_no_object_of_torch(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    contiguous = ENCODING.TORCH_CONTIGUOUS_FORMAT
+    monkeypatch.setitem(vars(contiguous), "_value_", 0)  # restores it if the test fails
+    encoding = f"c{formats.__name__}\n{ENCODING.__name__}\n".encode()
+    for named in (encoding + b"K\x00\x85R", encoding, b"ctorch\nfloat32\n"):
+        (folder / ".metadata").write_bytes(b"\x80\x02" + named + b"}X\x07\x00\x00\x00_value_Kcsb.")
+        with pytest.raises(BadState, match="__dict__"):
+            in_a_folder(folder)
+    assert contiguous.value == 0
+    dcp.save({"step": {"a": WEIGHT}}, checkpoint_id=folder.with_name("later"))
+    assert torch.equal(in_a_folder(folder.with_name("later"))["a"], WEIGHT)
+
+
+def replace_tensor(folder: Path, parts: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> None:
+    """Append a tensor's archive to the file, with some `parts` of it replaced, and let the metadata name it."""
+    found: Any = pickle.loads((folder / ".metadata").read_bytes())
+    (at,) = found.storage_data.values()
+    archive = io.BytesIO()
+    whole = (folder / at.relative_path).read_bytes()
+    old = zipfile.ZipFile(io.BytesIO(whole[at.offset : at.offset + at.length]))
+    with zipfile.ZipFile(archive, "w", kind) as new:
+        for name in old.namelist():
+            new.writestr(name, parts.get(name, old.read(name)))
+    at.offset, at.length = len(whole), len(archive.getvalue())
+    (folder / at.relative_path).write_bytes(whole + archive.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+CLAIMED = 300_000_000
+CLAIMS = {
+    "a byte array": b"\x80\x05\x96" + CLAIMED.to_bytes(8, "little") + b".",
+    "bytes": b"\x80\x04\x8e" + CLAIMED.to_bytes(8, "little") + b".",
+    "a text": b"\x80\x04\x8d" + CLAIMED.to_bytes(8, "little") + b".",
+    "a short text": b"\x80\x04X" + CLAIMED.to_bytes(4, "little") + b".",
+    "a number": b"\x80\x04\x8b" + CLAIMED.to_bytes(4, "little") + b".",
+    "a frame": b"\x80\x04\x95" + CLAIMED.to_bytes(8, "little") + b".",
+    "a call": b"\x80\x02cbuiltins\nbytearray\nJ" + CLAIMED.to_bytes(4, "little") + b"\x85R.",
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_folder_takes_no_memory_that_it_only_claims(claim: str, folder: Path):
+    replace_tensor(folder, {"archive/data.pkl": CLAIMS[claim]})
+    for _ in ("tensor", "metadata"):
+        tracemalloc.start()
+        with pytest.raises(BadState):
+            in_a_folder(folder)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 30_000_000
+        (folder / ".metadata").write_bytes(CLAIMS[claim])
+
+
+def test_a_compressed_tensor_in_a_folder_is_refused(folder: Path):
+    replace_tensor(folder, {})
+    assert torch.equal(in_a_folder(folder)["a"], WEIGHT)
+    for kind in (zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        replace_tensor(folder, {"archive/version": b"3" * 100_000}, kind)
+        with pytest.raises(BadState, match=r"__0_0\.distcp has a compressed tensor"):
+            in_a_folder(folder)
+
+
+DEEP: Any = functools.reduce(lambda inner, _: (inner, inner), range(20), "a")
+
+
+def repeated(found: Any) -> None:
+    index, at = next(iter(found.storage_data.items()))
+    found.storage_data |= {formats.MetadataIndex(index.fqn, index.offset + index.offset): at}
+
+
+FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "key": (lambda found: found.planner_data.update({DEEP: 1}), "its .metadata has a list as a key"),
+    "number": (lambda found: found.planner_data.update({2**61 - 1: 1}), "its .metadata has a int as a key"),
+    "set": (lambda found: vars(found).update(planner_data={DEEP}), "its .metadata or a tensor has an opcode"),
+    "frozen set": (lambda found: vars(found).update(planner_data=frozenset((DEEP,))), "has an opcode"),
+    "path": (lambda found: vars(next(iter(found.storage_data.values()))).update(relative_path=DEEP), "unhashable"),
+    "name": (lambda found: vars(next(iter(found.storage_data))).update(fqn=DEEP), "unhashable"),
+    "names": (lambda found: vars(found).update(state_dict_metadata={DEEP: 1}), "its .metadata has a list as a key"),
+    "format": (
+        lambda found: vars(found.state_dict_metadata["step.a"]).update(properties=DEEP),
+        "object has no attribute 'state'",
+    ),
+    "a slice for each": (repeated, "its files are shorter than the .metadata needs"),
+    "size": (
+        lambda found: vars(found.state_dict_metadata["step.a"]).update(size=torch.Size([10**6])),
+        "its files are shorter than the .metadata needs",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forged_metadata_take_neither_time_nor_memory(forgery: str, folder: Path):
+    """The values are nested tuples whose hash and text take 2^20 steps, which a few more levels would make hours."""
+    change, message = FORGERIES[forgery]
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    change(found)
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(BadState, match=message) as error:
+        in_a_folder(folder)
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_folder_of_another_python_is_read(protocol: int, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(found, protocol))
+    assert torch.equal(in_a_folder(folder)["a"], WEIGHT)
+    monkeypatch.setattr(ENCODING, "__reduce_ex__", lambda self, _: (getattr, (ENCODING, self.name)))  # until 3.11.3
+    monkeypatch.setattr(type(folder), "__module__", "pathlib._local")  # 3.13
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    written = pickle.dumps(found, protocol)
+    assert b"getattr" in written
+    assert b"pathlib._local" in written
+    (folder / ".metadata").write_bytes(written)
+    assert torch.equal(in_a_folder(folder)["a"], WEIGHT)
 
 
 def test_only_tensors_are_written(tmp_path: Path):
