@@ -112,20 +112,14 @@ class _Bound:
         for first in self._firsts():
             sums = _BoundSums(self, first)
             weights = dict.fromkeys((*self.used, _ERROR, _BURSTS), 0.0)
-            prices = [name for name, limits in ((_ERROR, self.limits_error), (_BURSTS, self.limits_bursts)) if limits]
+            total, bursts = self.elements.sum(), self.bursty.any()
+            limits = {_ERROR: self.errors.max() * total > self.lossable, _BURSTS: bursts and self.burstable < total}
+            prices = [name for name, limited in limits.items() if limited]
             us = sums.us(weights)
             for name in (*sorted(self.used, key=lambda s: -sums.us({**weights, s: 1.0})), *prices, *self.used):
                 us, weights[name] = sums.best_at(weights, name, us)
             best = max(best, us)
         return best
-
-    @property
-    def limits_error(self) -> bool:
-        return bool(self.errors.max() * self.elements.sum() > self.lossable)
-
-    @property
-    def limits_bursts(self) -> bool:
-        return bool(self.burstable < self.elements.sum() and self.bursty.any())
 
     def _kinds(self, by_content: dict[Content, tuple[Strategy, ...]]) -> list[_BoundKind]:
         atoms = atoms_of(self.workload, self.cluster.world_size)

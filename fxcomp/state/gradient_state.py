@@ -150,11 +150,6 @@ class GradientState:
     def keeps_something(self) -> bool:
         return bool(self.residuals.layout) or not self.compressor_states.is_empty
 
-    @property
-    def owes_something(self) -> bool:
-        """True if a residual is not zero. Synchronises with the device."""
-        return bool(self.owed) or not self.residuals.is_zero
-
     def compressor_states_for(self, plan: Plan, shapes: Shapes, site: Site, seed: int) -> CompressorStates:
         """Return compressor states for a plan with other compressor settings, without communication."""
         states = CompressorStates(state_layout(plan, shapes, site.cluster, site.rank), site.device, seed)

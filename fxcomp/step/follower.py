@@ -137,7 +137,7 @@ class Follower:
 
         `units` is as in `carry_to`. Without `units`, a change of layout drops the residuals.
         """
-        if units is not None and self.state.owes_something:
+        if units is not None and (self.state.owed or not self.state.residuals.is_zero):  # synchronizes with the device
             self.state.change_unit(units())
         if (fresh := self._laid_out_for(stage)) is not None:
             if units is not None:

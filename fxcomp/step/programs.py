@@ -74,10 +74,6 @@ class _Family:
         }
         return {leaf: dimensions for leaf, dimensions in chosen.items() if dimensions}
 
-    def serving(self, leaves: Sequence[Any]) -> Program | None:
-        """Return a symbolic program whose guard accepts the batch's leaves."""
-        return next((each for each in self.symbolic if _fits(each, leaves)), None)
-
     def forget(self, program: Program) -> None:
         self.symbolic = [each for each in self.symbolic if each is not program]
 
@@ -214,7 +210,7 @@ class Programs:
 
     def _find_symbolic(self, kind: BatchType, leaves: Sequence[Any], around: Hashable) -> Program | None:
         family = self._families.get((kind.like(), around))
-        return None if family is None else family.serving(leaves)
+        return None if family is None else next((each for each in family.symbolic if _fits(each, leaves)), None)
 
     def _capture(self, batch: Any, kind: BatchType, around: Hashable) -> Program:
         family = self._family(kind, around)
