@@ -58,9 +58,9 @@ LARGEST_ERROR = 0.5
 
 LIKE, NOISE_US = 2.0, 1e3
 
-PROBES = 5
-"""Repetitions of a short all_reduce. On two loaded cores, the shortest of 5 exceeds a later one so that they are not
-alike in 1 % of cases, the shortest of 2 in 10 % (measured, 2026-11).
+PROBES = 2
+"""Repetitions of an all_reduce to look at links. On two loaded cores, the shorter of 2 exceeds a later one so that they
+are not alike in 10 to 20 % of cases (measured, 2026-11); the shortest of many short ones may be a burst above the rate.
 """
 
 
@@ -214,16 +214,16 @@ class Planner:
         """Return True if an all_reduce of all gradients takes about as long as `costs` predict. Every rank calls it."""
         size = min(dense_bytes, LARGEST_FROM_DEVICE)
         told = costs.collective(CollectiveKind.ALL_REDUCE, Level.WORLD, size, self.site.cluster)
-        return is_alike(told.us, self.sum_us(size, 2))
+        return is_alike(told.us, self.sum_us(size))
 
-    def sum_us(self, size: int, times: int = PROBES) -> float:
-        """Return the time of an all_reduce of `size` bytes over all ranks, in µs: the shortest of `times`.
+    def sum_us(self, size: int) -> float:
+        """Return the time of an all_reduce of `size` bytes over all ranks, in µs: the shorter of PROBES.
 
         Every rank calls it.
         """
         assert isinstance(self.site.transport, Groups), "several ranks have groups"
         timed = TimedCollectives(self.site.transport, self.site.device, self.site.beside)
-        return 1e6 * min(timed(CollectiveKind.ALL_REDUCE, Level.WORLD, size) for _ in range(times))
+        return 1e6 * min(timed(CollectiveKind.ALL_REDUCE, Level.WORLD, size) for _ in range(PROBES))
 
     def again(self, costs: CostTable, topic: str, errors: ErrorTable = ASSUMED) -> Decision:
         """Measure the links again. Choose by the new costs and by `errors` of this job's gradients.

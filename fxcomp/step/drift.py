@@ -22,7 +22,7 @@ from fxcomp.step.calendar import WINDOW
 FACTOR = 1.25
 """Ratio of window medians that counts as drift. On a busy machine, medians vary by less (assumed)."""
 
-SHARE = 0.06
+SHARE = 0.15
 """Time of the all_reduce in median steps. `Planner.sum_us` runs it PROBES times per window."""
 
 SMALL_BYTES, MOST_BYTES = 64 << 10, 4 << 20

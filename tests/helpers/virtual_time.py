@@ -64,8 +64,7 @@ def virtual_time(clock: VirtualTime) -> Generator[None]:
         clock.wall_s += clock.step_us(under_way.program, under_way.force.decision.costs.processors) / 1e6
         return result
 
-    def sum_us(_: Planner, size: int, times: int = 1) -> float:
-        del times
+    def sum_us(_: Planner, size: int) -> float:
         return size * (clock.factors or {}).get(LINKS, 1.0)
 
     really_run = Execution._run
