@@ -107,6 +107,7 @@ WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
     ((PLAN,), {"version": 1, "buckets": [[]]}, "this is not a plan"),
     ((PLAN,), {"version": torch.ones(2), "buckets": []}, "this is not a plan"),
     ((PLAN,), {"version": 1, "buckets": [torch.zeros(3)]}, "this is not a plan"),
+    ((PLAN,), {"version": 1, "buckets": [{"names": ["a"], "sizes": [8], "strategy": "x"}]}, "the state is not whole"),
     (("version",), torch.ones(2), "this state has version tensor"),
 ]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxcomp.cluster.link import MOST_RANKS
 from fxcomp.compat import CHECKSUM
 from fxcomp.cost.reading import FLAG, TEXT, Reader, keyed, listed, null_or, number, record, whole, wrong
-from fxcomp.errors import BadOption, BadPlan, BadState
+from fxcomp.errors import BadState, FxcompError
 from fxcomp.plan.plan import Plan
 from fxcomp.state.checksums import is_whole
 
@@ -141,7 +141,7 @@ def check_state(given: Any) -> Mapping[str, Any]:
         for name, reader in _OTHERS.items():
             if name in state:
                 reader(state[name], name)
-    except (BadOption, BadPlan) as error:
+    except FxcompError as error:
         raise BadState(f"the state is not whole: {error}.\n  Load a state as state_dict() returned it.") from None
     if state["rank"] >= state["ranks"]:
         raise BadState(f"the state is of rank {state['rank']} of {state['ranks']}: there is no such rank")
