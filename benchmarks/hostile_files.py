@@ -94,7 +94,6 @@ class Trial:
         for sample in kind.samples if in_full else ():  # are valid; and the first use fills caches
             self._path.write_bytes(kind.write(sample))
             kind.use(kind.read(self._path), fully=True)
-        self._base = _peak()
 
     def run(self, number: int) -> BaseException | None:
         """Run one mutation; return the error of a finding."""
@@ -102,7 +101,7 @@ class Trial:
         draw = random.Random(f"{kind.name} {number}")
         raw, change = kind.mutation(draw)
         self._path.write_bytes(raw)
-        error, began, before = None, time.process_time(), _peak()
+        error, began, before, resident = None, time.process_time(), _peak(), _resident()
         signal.setitimer(signal.ITIMER_REAL, HANGS_S)
         try:
             self._try(change, draw)
@@ -113,7 +112,7 @@ class Trial:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         took, peak = time.process_time() - began, _peak()
-        grew = peak - self._base if peak > before else 0.0
+        grew = peak - resident if peak > before else 0.0
         tally.mutations += 1
         tally.slowest_s, tally.most_mb = max(tally.slowest_s, took), max(tally.most_mb, grew / 1e6)
         if error is None and took > SLOW_S:
@@ -151,6 +150,11 @@ class Trial:
             self.tally.findings[key].more += 1
         else:
             self.tally.findings[key] = Finding(self.kind.name, number, what, where, change[:120])
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return float(pages * resource.getpagesize())
 
 
 def _peak() -> float:

@@ -165,6 +165,9 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("frontends/ddp_hook.py::DdpHook._started", "this hook is a copy of a hook with scaler="): (
         "frontends/test_ddp_hook_copies.py::test_a_copy_of_a_hook_with_a_scaler_is_refused_and_its_state_is_not"
     ),
+    ("frontends/ddp_hook.py::states_of_files.states", "cannot be used: "): (
+        "frontends/test_files_of_ranks.py::test_a_damaged_file_is_refused_by_name_on_every_rank"
+    ),
     ("frontends/hook_program.py::Wrapped.bucket", "serves another model already"): (
         "frontends/test_ddp_hook.py::test_a_hook_serves_one_model"
     ),
