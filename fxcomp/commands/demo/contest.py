@@ -92,8 +92,7 @@ def main(steps: int, budget_s: float) -> None:
     }
     steps_of: dict[str, Step] = {
         name: _eager_step(jobs[name], wrap(jobs[name].model)) for name, wrap in wrapped.items()
-    }
-    steps_of[FXCOMP] = compiled
+    } | {FXCOMP: compiled}
     contestants = [Contestant(name) for name in LABELS]
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in LABELS}
     total = WARM_UP_STEPS + steps
@@ -108,6 +107,7 @@ def main(steps: int, budget_s: float) -> None:
     for each in contestants:
         _finish(each, jobs[each.name], losses[each.name])
     _tell(rank, contestants=list(map(asdict, contestants)), plan=_summary(compiled.plan))
+    steps_of.clear()  # DDP would end gloo's threads while it holds the GIL, which they may wait for (torch 2.13)
     dist.destroy_process_group()
 
 
