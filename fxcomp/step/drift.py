@@ -28,7 +28,7 @@ SHARE = 0.15
 SMALL_BYTES, MOST_BYTES = 64 << 10, 4 << 20
 """Bytes of the all_reduce by which the size is chosen, and maximum size, because training needs the memory."""
 
-LEAST = WINDOW // 4
+LEAST = WINDOW // 10
 """Minimum number of timed steps per window and rank. Not timed: verified steps, and batches unlike the first."""
 
 
