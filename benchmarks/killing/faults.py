@@ -121,7 +121,7 @@ def strike(aim: Aim, pipe: Connection, folder: Path) -> None:
 
 
 def handle_signals(fault: str) -> None:
-    """Reset SIGTERM's handler, or set one that raises SystemExit."""
+    """Set the default handler of SIGTERM, or a handler that raises SystemExit."""
     signal.signal(signal.SIGTERM, (lambda *_: sys.exit(143)) if fault == EXIT else signal.SIG_DFL)
 
 
