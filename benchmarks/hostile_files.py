@@ -101,7 +101,7 @@ class Trial:
         draw = random.Random(f"{kind.name} {number}")
         raw, change = kind.mutation(draw)
         self._path.write_bytes(raw)
-        error, began, before, resident = None, time.process_time(), _peak(), _resident()
+        error, began, before = None, time.process_time(), _new_peak()
         signal.setitimer(signal.ITIMER_REAL, HANGS_S)
         try:
             self._try(change, draw)
@@ -111,8 +111,7 @@ class Trial:
             error = found
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        took, peak = time.process_time() - began, _peak()
-        grew = peak - resident if peak > before else 0.0
+        took, grew = time.process_time() - began, _status("VmHWM") - before
         tally.mutations += 1
         tally.slowest_s, tally.most_mb = max(tally.slowest_s, took), max(tally.most_mb, grew / 1e6)
         if error is None and took > SLOW_S:
@@ -152,14 +151,10 @@ class Trial:
             self.tally.findings[key] = Finding(self.kind.name, number, what, where, change[:120])
 
 
-def _resident() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return float(pages * resource.getpagesize())
-
-
-def _peak() -> float:
-    """Return the largest resident memory of this process so far, in bytes."""
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _new_peak() -> float:
+    """Reset the largest resident memory of this process to the current one, and return it in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmHWM")
 
 
 def _status(name: str) -> float:
