@@ -194,7 +194,8 @@ def one(kind: Kind, number: int, folder: Path) -> int:
 
 def main() -> int:
     parser = options(__doc__)
-    parser.add_argument("--kinds", nargs="*", default=[kind.name for kind in KINDS], help="of files")
+    names = [kind.name for kind in KINDS]
+    parser.add_argument("--kinds", nargs="*", choices=names, default=names, help="of files")
     parser.add_argument("--share", type=float, default=1.0, help="share of the mutations to run")
     parser.add_argument("--only", type=int, help="run the mutation with this number, of each kind")
     arguments = parser.parse_args()

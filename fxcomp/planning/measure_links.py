@@ -157,7 +157,7 @@ class TimedCollectives:
     def _buffer(self, number: int, elements: int) -> Tensor:
         """Return a cached buffer, because allocating 64 MiB takes longer than sending 64 MiB within a host."""
         if number not in self._buffers or self._buffers[number].numel() < elements:
-            self._buffers[number] = torch.zeros(elements, device=self._device)
+            self._buffers[number] = torch.zeros(elements, dtype=torch.float32, device=self._device)
         return self._buffers[number][:elements]
 
 

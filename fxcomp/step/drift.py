@@ -49,7 +49,7 @@ def median_of_window(times_ms: Sequence[float]) -> float:
 
 def size_for(step_ms: float, small_us: float) -> int:
     """Return the bytes summed in SHARE of a step, if SMALL_BYTES take `small_us`. Latency counts as bandwidth."""
-    return min(int(SMALL_BYTES * 1e3 * SHARE * step_ms / small_us), MOST_BYTES)
+    return max(4, min(int(SMALL_BYTES * 1e3 * SHARE * step_ms / small_us), MOST_BYTES))
 
 
 def drift_since(step: int, settled: Window, now: Window) -> str:

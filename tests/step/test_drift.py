@@ -54,7 +54,8 @@ def test_steps_that_change_by_more_than_the_factor_and_faster_links_are_drift(no
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "small_us", "size"), [(100.0, 15e3, 64 << 10), (50.0, 15e3, 32 << 10), (1e3, 100.0, 4 << 20)]
+    ("step_ms", "small_us", "size"),
+    [(100.0, 15e3, 64 << 10), (50.0, 15e3, 32 << 10), (1e3, 100.0, 4 << 20), (0.05, 1e6, 4)],
 )
 def test_the_all_reduce_takes_a_share_of_a_step(step_ms: float, small_us: float, size: int):
     assert size_for(step_ms, small_us) == size

@@ -310,6 +310,7 @@ def test_a_difference_of_less_than_a_millisecond_is_noise():
     times = steady({"int8": 6.0, "bf16": 8.0, "dense": 12.0})
     found = follow(times, 4 * WINDOW, RUNNERS, checks=PLANNED_AGAIN, links_us=faster_from(2 * WINDOW, 1.0))
     assert (found.plans[-1], len(found.notes)) == ("int8", 1)
+    assert len(found.sums) == 2, "a shorter time than the first one's 0.9 ms would be no drift"
 
 
 def test_a_dense_plan_times_no_links():
