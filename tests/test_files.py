@@ -209,13 +209,41 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(code: int, tmp_path:
     path = tmp_path / "saved.json"
     path.write_text("old")
 
-    def mounted(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
+    def mounted(new: Path, old: Path) -> None:
+        raise OSError(code, os.strerror(code), str(new), None, str(old))
 
     monkeypatch.setattr(os, "replace", mounted)
     PLAN.save(path)
     assert Plan.load(path) == PLAN
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_kept_if_its_writer_fails_with_an_error_of_mounted_files(tmp_path: Path):
+    path = tmp_path / "state.pt"
+    path.write_text("old")
+
+    def half(new: Path) -> None:
+        new.write_text("half")
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with pytest.raises(PermissionError):
+        compat.write_atomically(path, half)
+    assert path.read_text() == "old"
+
+
+def test_ranks_that_save_the_same_at_once_keep_the_file_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, link = tmp_path / "plan.json", os.link
+    path.write_text("old")
+
+    def after_another(*places: Any) -> None:
+        monkeypatch.setattr(os, "link", link)
+        PLAN.save(path)
+        link(*places)
+
+    monkeypatch.setattr(os, "link", after_another)
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    assert (tmp_path / "plan.json~").read_text() == "old"
 
 
 def test_a_file_without_write_permission_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

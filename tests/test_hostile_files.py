@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import random
 from pathlib import Path
@@ -108,7 +109,7 @@ WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
     ((PLAN,), {"version": torch.ones(2), "buckets": []}, "this is not a plan"),
     ((PLAN,), {"version": 1, "buckets": [torch.zeros(3)]}, "this is not a plan"),
     ((PLAN,), {"version": 1, "buckets": [{"names": ["a"], "sizes": [8], "strategy": "x"}]}, "the state is not whole"),
-    (("version",), torch.ones(2), "this state has version tensor"),
+    (("version",), torch.ones(2), "the version of this state is unknown"),
 ]
 
 
@@ -123,6 +124,55 @@ def test_a_state_with_an_impossible_field_is_refused_by_the_name_of_the_field(pl
         state = sealed(state)
     with pytest.raises(BadState, match=text):
         states_of(state)
+
+
+def nested(levels: int, copies: int) -> Any:
+    """Return nested tuples, each of which holds the same one `copies` times."""
+    return functools.reduce(lambda inner, _: (inner,) * copies, range(levels), 1)
+
+
+ENDLESS: dict[str, tuple[str, Any]] = {
+    "a tuple of 2^40": ("owed", nested(40, 2)),
+    "a dictionary of one": ("owed", {"a": nested(40, 2)}),
+    "a deep tuple": ("owed", nested(100_000, 1)),
+    "a quantized tensor": ("owed", lambda: {"a": torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.quint8)}),
+    **{
+        f"{field}, {kind}": (field, value)
+        for field in ("version", "rank", "steps")
+        for kind, value in {
+            "2^40": nested(40, 2),
+            "deep": nested(100_000, 1),
+            "long": 10**5000,
+            "-": -(10**5000),
+        }.items()
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.parametrize("endless", ENDLESS)
+def test_a_value_that_has_no_text_or_would_end_the_process_is_refused(endless: str):
+    field, value = ENDLESS[endless]
+    value = value() if callable(value) else value
+    with pytest.raises(BadState, match=r"checksum is wrong|the version of this state is") as error:
+        states_of({**saved(), field: value})
+    assert len(str(error.value)) < 300
+    with pytest.raises(BadState, match=r"is not whole: \w+: about must be a flat tensor"):
+        states_of({"rank0.about": value, "rank0.a": torch.ones(1)})
+
+
+def test_lists_of_lists_are_read_to_a_depth():
+    state, endless = sealed(saved()), list[Any]()
+    endless.append(endless)
+    assert states_of([[state], (state,)]) == [state, state]
+    for given in (endless, nested(100_000, 1), nested(40, 2)):
+        with pytest.raises(BadState, match="not a saved state: it is a"):
+            states_of(given)
+
+
+def test_a_name_with_a_number_beyond_every_rank_is_no_state():
+    with pytest.raises(BadState, match="not a saved state"):
+        states_of({f"rank{'1' * 5000}.about": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("about", [

@@ -176,17 +176,13 @@ def trace_update(owner: Owned, habits: Habits, inputs: StepInputs) -> GraphModul
     shapes = inputs.update_shapes
     decided = compat.decisions(shapes)
     with inputs.update_mode, compat.without_locations(), refusing_generators(), named(owner.optimizer):
-        live = {**{f"{owner.group}.{key}": v for key, v in numbers.items()}, **counted_as(owner, counts)}
+        live = {f"{owner.group}.{key}": value for key, value in numbers.items()}
+        live |= {f"{owner.group}.state.{key}": value for key, value in counts.items()}
         symbols = [compat.live_number(shapes, float(value), name) for name, value in live.items()]
         traced = compat.trace(update, (parameter, torch.empty_like(parameter), tensors, symbols))
     check_update(traced, owner, habits, numbers)
     check_decisions(owner, compat.decisions(shapes)[len(decided) :])
     return traced
-
-
-def counted_as(owner: Owned, counts: Mapping[str, float]) -> dict[str, float]:
-    """Return the counters, keyed by the names of their symbols, such as `0.state.step`."""
-    return {f"{owner.group}.state.{key}": value for key, value in counts.items()}
 
 
 def resized_update(before: Tensor, piece: GraphModule, after: Tensor) -> GraphModule | None:

@@ -57,7 +57,7 @@ def parse_digits(digits: str) -> int:
 
 def shortened(value: object) -> str:
     """Format a value for an error, in about 80 characters at most."""
-    if isinstance(value, int) and value >= 10**_DIGITS:
+    if isinstance(value, int) and abs(value) >= 10**_DIGITS:
         return f"10^{_DIGITS} or more"
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -39,14 +39,11 @@ def run_named(module: ModuleType, graph: GraphModule, runtime: Runtime, argument
 
         return named
 
-    def named_region(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        return _within(names.get((name, 0), name), run)
-
     methods = dict.fromkeys(method for method, _ in names if hasattr(runtime, method))
     lines = WatchedLines(runtime, methods, named_line)
     runtime.pool.watch = lambda work: _within(line, work)
     try:
-        return rebound(module, named_region)(lines, *arguments)
+        return rebound(module, lambda name, run: _within(names.get((name, 0), name), run))(lines, *arguments)
     finally:
         runtime.pool.watch = None
 

@@ -118,7 +118,8 @@ def write_atomically(
     try:
         _replace(place, write, keeps_previous)
     except OSError as error:
-        if error.errno not in _NOT_REPLACED:
+        # otherwise `write` failed
+        if error.errno not in _NOT_REPLACED or not (error.filename2 or str(error.filename).endswith(_SUFFIX)):
             raise
         write(place)
 
@@ -143,8 +144,8 @@ def _replace(place: Path, write: Callable[[Path], object], keeps_previous: bool)
         with suppress(OSError):  # there is none, or the file system has no modes
             new.chmod(stat.S_IMODE(place.stat().st_mode))
         with suppress(OSError):  # there is none, or no hard links
-            if keeps_previous and place.read_bytes() != new.read_bytes():  # every rank may save the same
-                os.link(place, previous)
+            os.link(place, previous)
+            if keeps_previous and previous.read_bytes() != new.read_bytes():  # every rank may save the same
                 previous.replace(f"{place}~")
         new.replace(place)
     with suppress(OSError):  # some file systems have no fsync of folders

@@ -99,9 +99,6 @@ class Compressor(Declared):
     def decode_on_cuda(self, received: DecoderInput, out: Tensor) -> bool:
         return dispatch.decode(self, received, out)
 
-    def propose_on_cuda(self, given: EncoderInput, out: Tensor) -> bool:
-        return dispatch.propose(self, given, out)
-
     def kernel_arguments(self, what: str, segments: tuple[int, ...]) -> tuple[tuple[int, ...] | float, ...]:
         return segments, len(segments), *self.parameters
 
@@ -159,7 +156,7 @@ class Compressor(Declared):
         check_propose(self, given, out)
         if kernels.can_run_on(bucket) and self.propose_on_cpu(given, out):
             return
-        if not (dispatch.can_run_on(bucket) and self.propose_on_cuda(given, out)):
+        if not (dispatch.can_run_on(bucket) and dispatch.propose(self, given, out)):
             out.copy_(self.propose_reference(given))
 
 

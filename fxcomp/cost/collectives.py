@@ -260,11 +260,7 @@ def _compiled(kind: CollectiveKind, algorithm: Algorithm | None) -> Callable[[in
     return _sympy.lambdify((RANKS,), (formula.steps, formula.messages, share), modules=_NAMES)
 
 
-def _ceil_log2(value: int) -> int:
-    return math.ceil(value - 1).bit_length()
-
-
-_NAMES = [{"ceil_log2": _ceil_log2}, "math"]
+_NAMES: list[dict[str, Callable[[int], int]] | str] = [{"ceil_log2": lambda n: math.ceil(n - 1).bit_length()}, "math"]
 
 
 # Text

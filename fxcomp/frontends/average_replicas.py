@@ -143,7 +143,8 @@ class ReplicaAverage(PlannedAverage):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, with the plan and the shard's index."""
-        return sealed({**super().state_dict(), SHARD: list(self._place)})
+        saved = super().state_dict()
+        return saved if SHARD in saved else sealed({**saved, SHARD: list(self._place)})
 
     def load_state_dict(self, state: Given) -> None:
         """Restore a `state` of the same shard. Must run on every rank."""

@@ -90,7 +90,7 @@ class BackwardPasses(ABC):
 
     def __init__(self, what: str, start: Start, closed: str, given: Given = None):
         self.start, self.site = start, start.site
-        self._what, self._given = what, given
+        self._what, self.given = what, given
         self.executor = Executor(self.site.ranks, closed)
         self.runtime = Runtime(self.site.transport, self.site.device)
         self.passes = 0
@@ -222,8 +222,8 @@ class BackwardPasses(ABC):
     def decide(self, layout: Layout) -> None:
         """Agree on a plan with all ranks, then restore a loaded state."""
         with self.site.ranks.together(self._what):
-            self._decide(layout, self._given)
-        self._given = None
+            self._decide(layout, self.given)
+        self.given = None
 
     def _decide(self, layout: Layout, given: Given) -> None:
         self.follower = Follower(self.start.trained, self._decision(layout))
@@ -296,7 +296,7 @@ class BackwardPasses(ABC):
         with self.site.ranks.together("load_state_dict", after_a_stop=True):
             given: Given = self.site.ranks.attempt("reading a checkpoint", lambda: states_of(state)) or None
             if self.follower is None:
-                self.start, self._given = self.start.follow(given), given
+                self.start, self.given = self.start.follow(given), given
             else:
                 self._load(given)
 

@@ -115,10 +115,6 @@ class CompiledModel:
     def next_meeting(self) -> str:
         return f"planning for parameters frozen or thawed since {self.site.ranks.name}"
 
-    @property
-    def trained_ids(self) -> set[int]:
-        return {id(parameter) for reference in self.parameters.values() if (parameter := reference()) is not None}
-
     def take_over(self, other: CompiledModel) -> None:
         """Move residuals of common parameters from another CompiledModel of this model."""
         owed = other.state.owed_here(other.follower.trained.sizes, self.site.ranks.world_size)

@@ -237,10 +237,8 @@ class HookJob(BackwardPasses):
     def _choose(self, start: Start, graph: GraphModule, layout: Layout) -> Decision:
         planner = start.planner(start.compiler(skip_nonfinite=True), graph)
 
-        def to_buffers(decision: Decision) -> Decision:
-            return decision if has_whole_plan(start.options) else fitted(decision, layout)
-
-        return start.decide(planner, fitted=to_buffers)
+        is_fitted = has_whole_plan(start.options)
+        return start.decide(planner, fitted=lambda chosen: chosen if is_fitted else fitted(chosen, layout))
 
     def _prepare(self, followed: Followed, layout: Layout) -> None:
         self._program_for(followed, layout)

@@ -11,6 +11,7 @@ from fxcomp.cost.timeline import Timeline
 from fxcomp.errors import FxcompError
 from fxcomp.frontends.backward_passes import BackwardPasses
 from fxcomp.plan.plan import Plan
+from fxcomp.ranks import Ranks
 from fxcomp.state.checkpoint import NOTHING_YET, states_of, to_tensors
 from fxcomp.state.checksums import sealed
 from fxcomp.state.saved_state import Given, states_given
@@ -70,8 +71,11 @@ class PlannedAverage:
 
         Loaded states that wait for the first backward pass are returned unchanged.
         """
-        waiting = states_given(self._given)
-        saved = dict(waiting[0]) if len(waiting) == 1 else {} if self._job is None else self._job.state_dict()
+        job = self._job
+        waiting = states_given(self._given if job is None else job.given)
+        if len(waiting) == 1:
+            return dict(waiting[0])
+        saved = {} if job is None else job.state_dict()
         return sealed(saved) if saved else {NOTHING_YET: list(waiting)}
 
     def checkpoint(self) -> dict[str, Tensor]:
@@ -86,10 +90,14 @@ class PlannedAverage:
 
         Before the first backward pass, the state is kept, and its plan is followed from that pass on.
         """
-        if self._job is None:
-            self._given = states_of(state) or None
-        else:
+        if self._job is not None:
             self._job.load_state_dict(state)
+            return
+        try:
+            self._given = states_of(state) or None
+        except FxcompError as error:
+            Ranks.stay_away("ddp_hook", None, error)  # the others learn it in their first backward pass
+            raise
 
     def close(self) -> None:
         """Release the process groups, without communication. The next backward pass raises."""

@@ -59,7 +59,8 @@ def told_plan(plan: Plan | str, modules: Sequence[ScatteredModule]) -> Plan:
     dense = Plan(tuple(each.planned() for each in modules))
     if isinstance(plan, str):
         way = scattered_by(plan)
-        return dense.with_strategies([SCATTERED if each.has_only_vectors else way for each in modules])
+        are_vectors = [all(len(shape) <= 1 for shape in each.module.whole_shapes) for each in modules]
+        return dense.with_strategies([SCATTERED if are else way for are in are_vectors])
     known = {frozenset(bucket.names): bucket for bucket in plan.buckets}
     wrong = next((each for each in dense.buckets if frozenset(each.names) not in known), None)
     if wrong is not None or len(known) != len(modules):

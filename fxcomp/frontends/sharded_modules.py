@@ -114,10 +114,6 @@ class ScatteredModule:
                 part[: mine.numel()] = mine
         return found
 
-    @property
-    def has_only_vectors(self) -> bool:
-        return all(len(shape) <= 1 for shape in self.module.whole_shapes)
-
 
 def scattered_modules(model: nn.Module) -> list[ScatteredModule]:
     """Return the modules whose gradients fully_shard scatters. Raises Unsupported and BadOption."""

@@ -240,7 +240,8 @@ def _compile_backward(
         labelled = label_backward(graph, names, known[0].members)
         mine = {id(found.parameters[name]) for name in gradients(labelled)}
         for compiled in known:
-            if compiled.trained_ids == mine:
+            trained = {id(each) for known in compiled.parameters.values() if (each := known()) is not None}
+            if trained == mine:
                 _check_same_elements(compiled, found)
                 return compiled, compiled.emit(labelled, inductor)
         _check_thawed(known[-1], found, gradients(labelled))

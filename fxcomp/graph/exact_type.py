@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -76,7 +76,8 @@ def narrow_types(node: Node) -> frozenset[torch.dtype]:
         parts = cast("Sequence[Node]", node.args[0])
         return NARROW.intersection(*map(narrow_types, parts))
     if node.target is aten.constant_pad_nd.default:
-        return narrow_types(cast("Node", node.args[0])) if _padded_by(node) == 0 else _NONE
+        padded_by, *_ = *node.args[2:], node.kwargs.get("value", 0)
+        return narrow_types(cast("Node", node.args[0])) if padded_by == 0 else _NONE
     if (source := _cast_of(node)) is not None:
         return narrow_types(source)
     if node.target in _MOVES or node.target in _PADS or node.target is operator.getitem:
@@ -88,10 +89,6 @@ def _is_written(node: Node) -> bool:
     """Return whether an operator writes a node's value, or a view of the value, in place."""
     views = (user for user in node.users if compat.is_operator(user.target) and compat.is_view(user.target))
     return any(node in written_nodes(user) for user in node.users) or any(map(_is_written, views))
-
-
-def _padded_by(node: Node) -> Any:
-    return node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
 
 
 def _cast_of(node: Node) -> Node | None:

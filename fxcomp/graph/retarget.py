@@ -41,13 +41,11 @@ def on_accelerator(captured: Captured, host_counters: Collection[str] = ()) -> C
             continue
         node.meta["val"] = map_aggregate(node.meta.get("val"), _there)
         if any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values())):
-            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _device_there)
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _there)
     return replace(captured, graph=gm, is_imagined=True)
 
 
 def _there(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return IMAGINED
     return compat.fake_on(value, IMAGINED) if isinstance(value, Tensor) else value
-
-
-def _device_there(value: Any) -> Any:
-    return IMAGINED if isinstance(value, torch.device) else value

@@ -101,7 +101,7 @@ def _basis_of(target: Any) -> Basis:
         return Basis.BYTES
     if name_of(target) in _ALLOCATIONS or not compat.moves_tensors(target):
         return Basis.NOTHING_TO_DO
-    if is_bound_by_memory(target) or _is_list_operator(target):
+    if is_bound_by_memory(target) or name_of(target).startswith(_OF_LISTS):
         return Basis.WORK
     return Basis.WORK if compat.has_flop_formula(target) or _is_attention(target) else Basis.BYTES
 
@@ -272,8 +272,7 @@ def name_of(target: Any) -> str:
     return name.rstrip("_") if not name.endswith("__") else name
 
 
-def _is_list_operator(target: Any) -> bool:
-    return name_of(target).startswith(("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad"))
+_OF_LISTS = "_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad"
 
 
 @cache

@@ -253,7 +253,8 @@ def _collective_misfit(held: Standing, step: Collective) -> str | None:
             return f"{compressor} payloads can only be added up: all_reduce"
         return None
     if kind is CollectiveKind.BROADCAST or (kind is CollectiveKind.ALL_GATHER and compressor is None):
-        return f"no {_splitters(kind)}@{step.level.value} has split the bucket before it"
+        splitters = "reduce or gather" if kind is CollectiveKind.BROADCAST else "reduce_scatter or all_to_all"
+        return f"no {splitters}@{step.level.value} has split the bucket before it"
     if step.level.axes & held.summed:
         return f"gradients are summed over {step.level.value} already, and would count twice"
     if held.proposed is not None:
@@ -270,10 +271,6 @@ def _collective_misfit(held: Standing, step: Collective) -> str | None:
     if travels_whole(compressor) and kind is not CollectiveKind.ALL_REDUCE:
         return f"{compressor} payloads can only be added up: all_reduce"
     return None
-
-
-def _splitters(kind: CollectiveKind) -> str:
-    return "reduce or gather" if kind is CollectiveKind.BROADCAST else "reduce_scatter or all_to_all"
 
 
 def _encoder_misfit(held: Standing, compressor: Compressor) -> str | None:

@@ -99,7 +99,7 @@ def facts_of(explanation: Explanation, track: Track) -> Mapping[str, TaskFacts]:
         elif not task.duration_us:
             found[task.name] = TaskFacts(number, of, Grounds.NONE, "")
         elif task.stream in WIRES:
-            kind = _kind_of_collective(task.name)
+            kind = next((kind for kind in CollectiveKind if task.name.startswith(kind.value)), None)
             step = _step_of(bucket, kind, seen[number, kind])
             seen[number, kind] += 1
             source = collective_source(explanation.costs, step.kind, step.level, explanation.cluster)
@@ -135,11 +135,6 @@ def _source(task: Task, bucket: Bucket | None, explanation: Explanation) -> str:
             return next(iter(sources))
         return "; ".join(f"{source} ({name})" for source, name in sources.items())
     return f"{costs.source}, {costs.pack_gb_per_s:.4g} GB/s to fill memory"
-
-
-def _kind_of_collective(task: str) -> CollectiveKind | None:
-    """Return the kind in a name such as `all_gather 3`, `all_gather_3_intra` or `broadcast buffers`."""
-    return next((kind for kind in CollectiveKind if task.startswith(kind.value)), None)
 
 
 def _grounds(source: str) -> Grounds:

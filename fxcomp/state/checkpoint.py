@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,7 +37,7 @@ An empty state would make in-place loading ignore the checkpoint.
 _STORED = "stored under"
 """Key in `about` that marks a tensor."""
 
-_NAME = re.compile(r"rank(\d+)\.(.+)")
+_NAME = re.compile(r"rank(\d{1,9})\.(.+)")
 
 
 def to_tensors(state: Mapping[str, Any], rank: int | None = None) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ def _below(place: str, key: Any) -> str:
     return f"{place}.{key}" if place else str(key)
 
 
-def states_of(given: Any) -> list[Any]:
+def states_of(given: Any, depth: int = 0) -> list[Any]:
     """Return the states in `given`: a state, tensors of `to_tensors`, or a list of either.
 
     Raises BadState if tensors are missing, a checksum is wrong, or a field of a state is missing or impossible.
@@ -83,8 +84,9 @@ def states_of(given: Any) -> list[Any]:
     if given is None or (isinstance(given, Mapping) and not given):
         return []
     if not isinstance(given, Mapping):
-        is_list = isinstance(given, list | tuple)
-        return [state for each in _listed(given) for state in states_of(each)] if is_list else [check_state(given)]
+        if not isinstance(given, list | tuple) or depth == 3:  # lists of lists may be endless
+            return [check_state(given)]
+        return [state for each in _listed(given) for state in states_of(each, depth + 1)]
     ranks = saved_ranks([name for name in _listed(given) if isinstance(name, str)])
     states: list[Any] = [_state(given, rank) for rank in ranks] if ranks else [given]
     return [check_state(state) for each in states for state in _with_waiting(each)]
@@ -149,7 +151,7 @@ def read_checkpoint(
     if not isinstance(folder, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadState(f"read_checkpoint takes the path of a folder; it is a {type(folder).__name__}")
     folder = Path(folder)
-    if not (folder / ".metadata").is_file():
+    if not os.path.isfile(folder / ".metadata"):
         raise BadState(
             f"{str(folder)!r} holds no whole checkpoint: its .metadata, which is written last, is not there.\n"
             f"  Load an earlier one{_beside(folder)}."
@@ -180,8 +182,10 @@ def read_checkpoint(
 
 def _beside(folder: Path) -> str:
     """Name the newest of the earlier whole checkpoints in the same folder, if there is one."""
-    here = folder.resolve()
-    with suppress(OSError):  # another process may delete checkpoints
+    with suppress(
+        OSError, ValueError, RuntimeError
+    ):  # other processes may delete checkpoints; no path, a loop of links
+        here = folder.resolve()
         written = {each.parent.resolve(): each.stat().st_mtime for each in here.parent.glob("*/.metadata")}
         now = written.pop(here, math.inf)
         earlier = [each for each, at in written.items() if at <= now]

@@ -99,8 +99,8 @@ def read(folder: Path, under: str, wanted: Callable[[str], bool]) -> tuple[dict[
         room: dict[str, Tensor] = {}
         for name, about in found.state_dict_metadata.items():
             inner = name.removeprefix(f"{under}.")
-            if inner != name and wanted(inner) and hasattr(about, "properties"):
-                room[name] = torch.empty(about.size[0], dtype=about.properties.state[0])
+            if inner != name and wanted(inner):
+                room[name] = torch.empty(about.size[0], dtype=about.properties.state[0], device="meta")
         held = {file.name: file.stat().st_size for file in folder.iterdir() if file.is_file()}
         for at in found.storage_data.values():
             if not 0 <= at.offset <= at.offset + at.length <= held[at.relative_path]:
@@ -108,6 +108,7 @@ def read(folder: Path, under: str, wanted: Callable[[str], bool]) -> tuple[dict[
         needed = sum(at.length for at in found.storage_data.values()), sum(value.nbytes for value in room.values())
         if max(needed) > sum(held.values()):
             raise ValueError("its files are shorter than the .metadata needs")
+        room = {name: torch.empty_like(value, device="cpu") for name, value in room.items()}
         for index, at in found.storage_data.items():
             if index.fqn in room:
                 part = _tensor(folder, at, room[index.fqn].dtype)

@@ -29,17 +29,24 @@ def is_whole(state: Mapping[str, Any]) -> bool:
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
-    return compat.checksum(_summed({key: value for key, value in state.items() if key != compat.CHECKSUM}))
+    return compat.checksum(_summed({key: value for key, value in state.items() if key != compat.CHECKSUM}, {}))
 
 
-def _summed(value: Any) -> Any:
+def _summed(value: Any, seen: dict[int, Any]) -> Any:
+    """Return `value` as JSON data. A list in two places is refused: 40 levels of such lists would take hours."""
     if isinstance(value, Tensor):
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():  # its checksum would need memory
-            raise ValueError("a tensor of values that repeat")
+        if value.is_quantized or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError("a tensor that would end the process, or need memory")
         return [str(value.dtype), list(value.shape), checksum_of_tensor(value)]
-    if isinstance(value, Mapping):
-        return {str(key): _summed(held) for key, held in cast("Mapping[Any, Any]", value).items()}
-    return [_summed(held) for held in cast("list[Any]", value)] if isinstance(value, list | tuple) else value
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    parts = cast("Mapping[Any, Any] | list[Any]", value)
+    if parts and id(parts) in seen:
+        raise ValueError("a list or dictionary in two places")
+    seen[id(parts)] = parts
+    if isinstance(parts, Mapping):
+        return {str(key): _summed(held, seen) for key, held in parts.items()}
+    return [_summed(held, seen) for held in parts]
 
 
 def checksum_of_tensor(value: Tensor) -> str:

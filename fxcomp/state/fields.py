@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fxcomp.cluster.link import MOST_RANKS
+from fxcomp.cluster.link import MOST_RANKS, shortened
 from fxcomp.compat import CHECKSUM
 from fxcomp.cost.reading import FLAG, TEXT, Reader, keyed, listed, null_or, number, record, whole, wrong
 from fxcomp.errors import BadState, FxcompError
@@ -37,7 +37,7 @@ def flat_tensor(value: Any, place: str) -> Tensor:
         is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.requires_grad)
         if is_plain and value.dim() == 1 and value.nbytes <= value.untyped_storage().nbytes():  # no value repeats
             return value
-    raise wrong(place, "a flat tensor of values", cast("object", value))
+    raise wrong(place, "a flat tensor of values", value if isinstance(value, Tensor) else cast("object", type(value)))
 
 
 def _values(value: Any, place: str) -> Tensor:
@@ -124,15 +124,16 @@ def check_state(given: Any) -> Mapping[str, Any]:
             " read from a file."
         )
     state = cast("Mapping[str, Any]", given)
-    version = state.get("version")
-    if not isinstance(version, int) or version != VERSION:
+    # values of other types may be endless
+    version, rank = (value if isinstance(value := state.get(name), int) else "unknown" for name in ("version", "rank"))
+    if version != VERSION:
         raise BadState(
-            f"this state has {'no version' if version is None else f'version {version!r}'}; this fxcomp reads version"
-            f" {VERSION}.\n  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
+            f"the version of this state is {shortened(version)}; this fxcomp reads version {VERSION}.\n"
+            "  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
         )
     if not is_whole({name: value for name, value in state.items() if name in _KNOWN}):
         raise BadState(
-            f"the saved state of rank {state.get('rank')} is damaged, was edited, or was mixed with another rank's: its"
+            f"the saved state of rank {shortened(rank)} is damaged, was edited, or was mixed with another rank's: its"
             " checksum is wrong.\n"
             "  Load an earlier one, on every rank. With a checkpoint library, save step.checkpoint()."
         )

@@ -38,14 +38,10 @@ def state_dict(state: GradientState, plan: Plan, steps: int, rank: int, ranks: i
         "ranks": ranks,
         "steps": steps,
         "learning_rates": dict(state.rates),
-        "residuals": _described(state.residuals.slices),
+        "residuals": {name: [_fields(kept) for kept in pieces] for name, pieces in state.residuals.slices.items()},
         "owed": {name: value.detach().clone() for name, value in state.owed.items()},
         **state.compressor_states.state_dict(),
     }
-
-
-def _described(slices: Mapping[str, Sequence[Slice]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [_fields(kept) for kept in pieces] for name, pieces in slices.items()}
 
 
 _NUMBERS, _SHARES = ("start", "size", "slot", "place"), ("weight", "total")

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from fxcomp import compat
 from fxcomp.capture.batch_type import BatchType, batch_type
 from fxcomp.capture.step_capture import StepCapture
 from fxcomp.codegen.program import Program
@@ -241,7 +240,6 @@ class PlanInForce:
         if not self.decision.plan.moves_exchange:  # otherwise states saved in the warm-up need its plans
             self._stay_with(self.decision.plan)
         self._go_on()
-        compat.return_freed_memory()
 
     def _go_on(self) -> None:
         if self.is_warm:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fxcomp import compat
 from fxcomp.cluster.cluster import Level
 from fxcomp.error_tables import ASSUMED
 from fxcomp.errors import BadPlan, CannotReplan
@@ -340,6 +341,7 @@ class StepSchedule(Schedule):
             if self._planned_for is not None:
                 self.calendar.be_patient(step, changed=self._force.plan != self._planned_for)
                 self._planned_for = None
+                compat.return_freed_memory()
             self._note(str(raced))
 
     def _drop_adaptation(self, step: int) -> None:

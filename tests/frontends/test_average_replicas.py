@@ -195,7 +195,10 @@ def compare_compressed() -> dict[str, Any]:
     again, fresh = averaged(mesh, None)
     for parameter, value in zip(again.parameters(), before, strict=True):
         parameter.detach().to_local().copy_(value)
-    fresh.load_state_dict(kept)
+    fresh.load_state_dict({**saved, "a user's": 1})
+    waiting: Any = fresh.state_dict()
+    found["waits"] = list(waiting) == [*saved, "a user's"] and waiting["checksum"] == saved["checksum"]
+    fresh.load_state_dict(fresh.checkpoint())
     found["goes on"] = bool(torch.equal(trained(again)[0], first))
     with suppress_to(found, "another shard"):
         fresh.load_state_dict(sealed({**saved, "shard": [1 - me % 2, 2]}))
@@ -225,6 +228,7 @@ def test_a_compressed_outer_average_sends_shards_once_and_keeps_replicas_the_sam
         assert found["owes"] > 0
         assert "arrive_3 = yield 3" in found["source"]
         assert "gradients are averaged over ranks" in " ".join(found["report"].split())
+        assert found["waits"]
         assert found["goes on"]
         assert found["another shard"].startswith("BadState: this state is of shard")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -172,6 +173,9 @@ def test_states_that_wait_for_a_first_pass_are_in_one_that_is_saved_then():
     for given in (waiting, hook.state_dict()):
         hook.load_state_dict(given)
         assert same([dict(state) for state in states_of(hook.state_dict())], waiting if given is waiting else [])
+    hook.load_state_dict(mine := {**waiting[0], "a user's": 1})
+    for again in (hook.state_dict(), to_tensors(hook.state_dict())):
+        assert same(dict(*states_of(again)), mine)
     for value in ([], True, 3, {"a": 1}):
         assert states_of({NOTHING_YET: value}) == []
     with pytest.raises(BadState, match="not a saved state"):
@@ -329,6 +333,22 @@ def test_a_folder_takes_no_memory_that_it_only_claims(claim: str, folder: Path):
         (folder / ".metadata").write_bytes(CLAIMS[claim])
 
 
+@pytest.mark.parametrize("word", ["properties", "state_dict_metadata", "_StorageInfo", "size", "fqn"])
+def test_a_word_of_the_metadata_that_was_changed_loses_no_tensor(word: str, folder: Path):
+    """The only tensor of a rank is then refused, not left out."""
+    whole = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(whole.replace(word.encode(), word[:-1].encode() + b"?"))
+    with contextlib.suppress(BadState):
+        assert torch.equal(in_a_folder(folder)["a"], WEIGHT)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 300, "loop/a"])
+def test_a_path_that_no_folder_has_is_refused(path: str, tmp_path: Path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(BadState, match="holds no whole checkpoint"):
+        read_checkpoint(tmp_path / path)
+
+
 def test_a_compressed_tensor_in_a_folder_is_refused(folder: Path):
     replace_tensor(folder, {})
     assert torch.equal(in_a_folder(folder)["a"], WEIGHT)
@@ -360,7 +380,7 @@ FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a slice for each": (repeated, "its files are shorter than the .metadata needs"),
     "size": (
-        lambda found: vars(found.state_dict_metadata["step.a"]).update(size=torch.Size([10**6])),
+        lambda found: vars(found.state_dict_metadata["step.a"]).update(size=torch.Size([2**50])),
         "its files are shorter than the .metadata needs",
     ),
 }
