@@ -153,13 +153,15 @@ class MeasuredCollective:
         """Format α per step in µs, then each piece's bandwidth."""
         steps = max(1.0, formulas.steps(kind, self.ranks))
         first = self.fit.pieces[0]
-        texts = [f"{first.at_zero_us / steps:.4g}{_plus_minus(first.at_zero_error / steps)}"]
+        error = first.at_zero_error / steps
+        texts = [f"{first.at_zero_us / steps:.4g}{'' if math.isinf(error) else f' ± {error:.2g}'}"]
         for piece in self.fit.pieces:
             if not piece.us_per_unit:
                 texts.append("flat")
                 continue
             margin = piece.us_per_unit_error / piece.us_per_unit
-            texts.append(f"{format_gbit(self._gb_per_s(kind, piece.us_per_unit))}{_percent_off(margin)}")
+            percent = "" if math.isinf(margin) else f" ± {100 * margin:.0f} %"
+            texts.append(f"{format_gbit(self._gb_per_s(kind, piece.us_per_unit))}{percent}")
         return texts
 
     def to_json(self) -> dict[str, Any]:
@@ -176,14 +178,6 @@ def format_bytes(size: float) -> str:
         if size >= unit:
             return f"{size / unit:.3g} {name}"
     return f"{size:.3g} B"
-
-
-def _plus_minus(error: float) -> str:
-    return "" if math.isinf(error) else f" ± {error:.2g}"
-
-
-def _percent_off(margin: float) -> str:
-    return "" if math.isinf(margin) else f" ± {100 * margin:.0f} %"
 
 
 # Compressors

@@ -1,6 +1,7 @@
 """Detect changed step times and faster links (drift).
 
     every WINDOW steps under a plan     median step time on the slowest rank; time of an all_reduce
+    race                                its times are compared with the first window
     first window                        settled times, until another plan is followed
     later median, up or down by FACTOR  drift; the schedule measures the links again or races plans
     all_reduce that became shorter      the same, if it is not alike (`is_alike`)

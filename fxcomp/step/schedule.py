@@ -126,6 +126,8 @@ class StepSchedule(Schedule):
         self._alike = Alike(force.inputs.training, site) if site.ranks.world_size > 1 else None
         self._settled: Window | None = None
         """First WINDOW steps of the plan."""
+        self._raced: Window | None = None
+        """Steps of the plan in the race that has ended before these."""
         self._planned_for: Plan | None = None
         """Plan before the current race, if drift or `replan` started the race."""
         self._errors: ErrorLooks | None = None
@@ -314,7 +316,7 @@ class StepSchedule(Schedule):
     def _settle_anew(self, step: int) -> None:
         self.calendar.followed_from = step
         self._times.forget()
-        self._settled = None
+        self._settled = self._raced = None
 
     def _freeze_at(self, step: int | None) -> None:
         """Exchange momenta from `step` on, after the last warm-up stage."""
@@ -338,6 +340,7 @@ class StepSchedule(Schedule):
         with self._site.ranks.together("ending the race"):
             self._force.settle_on(raced.winner)
             self._settle_anew(step)
+            self._raced = Window(ms) if (ms := raced.stays.measured_ms) else None
             if self._planned_for is not None:
                 self.calendar.be_patient(step, changed=self._force.plan != self._planned_for)
                 self._planned_for = None
@@ -407,7 +410,7 @@ class StepSchedule(Schedule):
         if min(everyone) < 0:
             return ""
         now = self._window(max(everyone))
-        settled, self._settled = self._settled, self._settled or now
+        settled, self._settled = self._settled or self._raced, self._settled or now
         return "" if settled is None or step < self.calendar.patient_until else drift_since(step, settled, now)
 
     def _window(self, step_ms: float) -> Window:

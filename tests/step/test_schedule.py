@@ -318,6 +318,18 @@ def test_a_dense_plan_times_no_links():
     assert (found.sums, found.notes) == ([], [])
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_a_change_while_plans_race_is_noticed_after_the_first_window(factor: float):
+    base = {"int8": 10.0, "bf16": 14.0, "dense": 20.0}
+    turns = [step for step, use in enumerate(follow(steady(base), 80, RUNNERS).uses) if use is Use.TURN]
+    times = slow_from(turns[-1] + 1, factor, base)
+    found = follow(times, turns[-1] + 2 * WINDOW, RUNNERS, checks=PLANNED_AGAIN)
+    drift = [] if factor == 1.0 else [f"step {turns[-1] + 1 + WINDOW}: steps take {10 * factor:g} ms, and took 10"]
+    noticed = [note.partition(" when")[0] for note in found.notes if " when" in note]
+    assert noticed == drift
+    assert found.switches == ["planning again"] * len(drift)
+
+
 def test_faster_links_let_the_plans_race_again_where_none_is_made():
     def times(plan: str, step: int, rank: int) -> float:
         del rank
