@@ -120,7 +120,7 @@ class Ranks:
         Raises no FxcompError.
         """
         with suppress(FxcompError):
-            root = cls.join(None, what, group)._root
+            root = cls.join(None, what, group)._root if dist.is_initialized() else None
             if root is not None:
                 _talk(root, 1).give_up(what, error, lingers=True)
 

@@ -144,9 +144,10 @@ def _replace(place: Path, write: Callable[[Path], object], keeps_previous: bool)
         with suppress(OSError):  # there is none, or the file system has no modes
             new.chmod(stat.S_IMODE(place.stat().st_mode))
         with suppress(OSError):  # there is none, or no hard links
-            os.link(place, previous)
-            if keeps_previous and previous.read_bytes() != new.read_bytes():  # every rank may save the same
-                previous.replace(f"{place}~")
+            if keeps_previous:
+                os.link(place, previous)
+                if previous.read_bytes() != new.read_bytes():  # every rank may save the same
+                    previous.replace(f"{place}~")
         new.replace(place)
     with suppress(OSError):  # some file systems have no fsync of folders
         _sync(place.parent)

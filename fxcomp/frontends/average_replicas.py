@@ -31,7 +31,7 @@ from fxcomp.frontends.start import ModelHere, Start
 from fxcomp.options import GivenCosts, StepOptions
 from fxcomp.plan.compress import GivenCompress
 from fxcomp.ranks import Ranks
-from fxcomp.state.checkpoint import states_of
+from fxcomp.state.checkpoint import NOTHING_YET, states_of
 from fxcomp.state.checksums import sealed
 from fxcomp.state.fields import SHARD
 from fxcomp.state.saved_state import Given
@@ -144,7 +144,7 @@ class ReplicaAverage(PlannedAverage):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, with the plan and the shard's index."""
         saved = super().state_dict()
-        return saved if SHARD in saved else sealed({**saved, SHARD: list(self._place)})
+        return saved if {SHARD, NOTHING_YET} & saved.keys() else sealed({**saved, SHARD: list(self._place)})
 
     def load_state_dict(self, state: Given) -> None:
         """Restore a `state` of the same shard. Must run on every rank."""

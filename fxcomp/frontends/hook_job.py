@@ -237,8 +237,7 @@ class HookJob(BackwardPasses):
     def _choose(self, start: Start, graph: GraphModule, layout: Layout) -> Decision:
         planner = start.planner(start.compiler(skip_nonfinite=True), graph)
 
-        is_fitted = has_whole_plan(start.options)
-        return start.decide(planner, fitted=lambda chosen: chosen if is_fitted else fitted(chosen, layout))
+        return start.decide(planner, fitted=lambda it: it if has_whole_plan(start.options) else fitted(it, layout))
 
     def _prepare(self, followed: Followed, layout: Layout) -> None:
         self._program_for(followed, layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch.distributed as dist
@@ -72,7 +73,7 @@ class PlannedAverage:
         Loaded states that wait for the first backward pass are returned unchanged.
         """
         job = self._job
-        waiting = states_given(self._given if job is None else job.given)
+        waiting = states_given(self._given if job is None else job.given if job.follower is None else None)
         if len(waiting) == 1:
             return dict(waiting[0])
         saved = {} if job is None else job.state_dict()
@@ -91,12 +92,12 @@ class PlannedAverage:
         Before the first backward pass, the state is kept, and its plan is followed from that pass on.
         """
         if self._job is not None:
-            self._job.load_state_dict(state)
-            return
+            return self._job.load_state_dict(state)
         try:
             self._given = states_of(state) or None
-        except FxcompError as error:
-            Ranks.stay_away("ddp_hook", None, error)  # the others learn it in their first backward pass
+            atexit.unregister(Ranks.stay_away)
+        except FxcompError as error:  # if it ends this process, the others learn it in their first backward pass
+            atexit.register(Ranks.stay_away, "ddp_hook", None, error)
             raise
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -151,7 +150,7 @@ def read_checkpoint(
     if not isinstance(folder, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadState(f"read_checkpoint takes the path of a folder; it is a {type(folder).__name__}")
     folder = Path(folder)
-    if not os.path.isfile(folder / ".metadata"):
+    if not (folder / ".metadata").is_file():
         raise BadState(
             f"{str(folder)!r} holds no whole checkpoint: its .metadata, which is written last, is not there.\n"
             f"  Load an earlier one{_beside(folder)}."

@@ -127,7 +127,7 @@ class StepSchedule(Schedule):
         self._settled: Window | None = None
         """First WINDOW steps of the plan."""
         self._raced: Window | None = None
-        """Steps of the plan in the race that has ended before these."""
+        """Steps of the plan in the race before these, if any were counted: first steps of a turn take longer."""
         self._planned_for: Plan | None = None
         """Plan before the current race, if drift or `replan` started the race."""
         self._errors: ErrorLooks | None = None
@@ -340,7 +340,7 @@ class StepSchedule(Schedule):
         with self._site.ranks.together("ending the race"):
             self._force.settle_on(raced.winner)
             self._settle_anew(step)
-            self._raced = Window(ms) if (ms := raced.stays.measured_ms) else None
+            self._raced = Window(ms) if (ms := raced.stays.measured_ms) and raced.stays.steps else None
             if self._planned_for is not None:
                 self.calendar.be_patient(step, changed=self._force.plan != self._planned_for)
                 self._planned_for = None

@@ -342,7 +342,7 @@ def test_a_word_of_the_metadata_that_was_changed_loses_no_tensor(word: str, fold
         assert torch.equal(in_a_folder(folder)["a"], WEIGHT)
 
 
-@pytest.mark.parametrize("path", ["a\0b", "a" * 300, "loop/a"])
+@pytest.mark.parametrize("path", ["a\0b", "loop/a"])
 def test_a_path_that_no_folder_has_is_refused(path: str, tmp_path: Path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(BadState, match="holds no whole checkpoint"):
