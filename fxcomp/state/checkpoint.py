@@ -181,9 +181,7 @@ def read_checkpoint(
 
 def _beside(folder: Path) -> str:
     """Name the newest of the earlier whole checkpoints in the same folder, if there is one."""
-    with suppress(
-        OSError, ValueError, RuntimeError
-    ):  # other processes may delete checkpoints; no path, a loop of links
+    with suppress(OSError, ValueError, RuntimeError):  # a checkpoint that others delete, no path, a loop of links
         here = folder.resolve()
         written = {each.parent.resolve(): each.stat().st_mtime for each in here.parent.glob("*/.metadata")}
         now = written.pop(here, math.inf)
