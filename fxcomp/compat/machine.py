@@ -105,7 +105,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give freed memory of the host back to the system, also what glibc keeps in pieces. Takes 0.1 s or more."""
+    """Give freed memory of the host back to the system, where glibc keeps it in pieces. Takes 0.1 s or more."""
     gc.collect()  # graphs are in cycles
     with suppress(OSError, AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -128,7 +128,7 @@ def check_state(given: Any) -> Mapping[str, Any]:
     version, rank = (value if isinstance(value := state.get(name), int) else "unknown" for name in ("version", "rank"))
     if version != VERSION:
         raise BadState(
-            f"the version of this state is {shortened(version)}; this fxcomp reads version {VERSION}.\n"
+            f"this state has version {shortened(version)}; this fxcomp reads version {VERSION}.\n"
             "  Load it with the fxcomp that saved it, or start without a state: load None on every rank."
         )
     if not is_whole({name: value for name, value in state.items() if name in _KNOWN}):

@@ -87,14 +87,14 @@ def refused_on(ranks: list[int], *, begins: bool) -> tuple[str, list[float]]:
 
 def test_a_state_that_one_rank_refuses_stops_the_others_in_their_first_pass():
     (other, _), (mine, _) = run_ranks(2, partial(refused_on, begins=False), [1])
-    assert mine.startswith("BadState: the version of this state is 0")
+    assert mine.startswith("BadState: this state has version 0")
     assert other == f"PeerFailed: rank 1 failed in ddp_hook: {mine}"
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])
 def test_ranks_that_refuse_a_state_can_begin_without_it(ranks: list[int]):
     (mine, gradient), (other, same_gradient) = run_ranks(2, partial(refused_on, begins=True), ranks)
-    assert mine.startswith("BadState: the version of this state is 0")
+    assert mine.startswith("BadState: this state has version 0")
     assert other == (mine if 1 in ranks else "")
     assert any(gradient)
     assert gradient == same_gradient

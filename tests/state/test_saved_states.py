@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +83,7 @@ def _without(key: str) -> Callable[[State], State]:
 def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
     def change(state: State) -> State:
         (held,) = state["residuals"]["a"]
-        return {**state, "residuals": {**state["residuals"], name: [{**held, **changes}]}}
+        return {**state, "residuals": {**state["residuals"], name: [{**copy.deepcopy(held), **changes}]}}
 
     return change
 
@@ -110,7 +111,10 @@ def _with_residual(name: str, **changes: Any) -> Callable[[State], State]:
             lambda s: {**s, "version": 2},
             "this state has version 2; this fxcomp reads version 4.*\n.*saved it, or start",
         ),
-        (_without("version"), r"this state has no version; this fxcomp reads version 4.*\n.*load None on every rank"),
+        (
+            _without("version"),
+            r"this state has version unknown; this fxcomp reads version 4.*\n.*load None on every rank",
+        ),
         (_without("compressors"), "the state is not whole: compressors is missing"),
         (_with_residual("a", weight=[1, 0]), r"the state is not whole: .*weight\[1\] must be a whole number from 1"),
     ],
