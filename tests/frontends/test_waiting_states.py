@@ -1,4 +1,4 @@
-"""A state that is loaded before there is a plan is saved again unchanged, and one that is refused stops every rank."""
+"""A state that a hook loads before its first pass: it is saved again, and if one rank refuses it, the others stop."""
 
 from __future__ import annotations
 
