@@ -104,9 +104,13 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def return_freed_memory() -> None:
-    """Give freed memory of the host back to the system, where glibc keeps it in pieces. Takes 0.1 s or more."""
-    gc.collect()  # graphs are in cycles
+def return_freed_memory(*, of_cycles: bool) -> None:
+    """Give freed memory of the host back to the system, where glibc keeps it in pieces.
+
+    With `of_cycles`, objects such as graphs are collected first, which takes 0.1 s or more.
+    """
+    if of_cycles:
+        gc.collect()
     with suppress(OSError, AttributeError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
 

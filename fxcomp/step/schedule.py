@@ -341,10 +341,10 @@ class StepSchedule(Schedule):
             self._force.settle_on(raced.winner)
             self._settle_anew(step)
             self._raced = Window(ms) if (ms := raced.stays.measured_ms) and raced.stays.steps else None
+            compat.return_freed_memory(of_cycles=self._planned_for is not None)
             if self._planned_for is not None:
                 self.calendar.be_patient(step, changed=self._force.plan != self._planned_for)
                 self._planned_for = None
-                compat.return_freed_memory()
             self._note(str(raced))
 
     def _drop_adaptation(self, step: int) -> None:
